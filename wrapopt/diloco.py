@@ -1,7 +1,8 @@
 """Workers that train alone, and an outer optimizer that moves their center."""
 
 from collections.abc import Sequence
-from typing import Any, Optional
+import os
+from typing import Any, Optional, Union
 
 from wrapopt import _checks
 from wrapopt._local import _training
@@ -54,7 +55,8 @@ class DiLoCo(_training.LocalTraining):
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
                only_finite: bool = True, name: str = "diloco",
-               resume: bool = False) -> None:
+               resume: bool = False,
+               checkpoint: Union[str, os.PathLike, None] = None) -> None:
     """Takes the center.
 
     Args:
@@ -62,8 +64,8 @@ class DiLoCo(_training.LocalTraining):
       outer_learning_rate: The learning rate of the outer step, more than 0.
       outer_momentum: Its momentum, in [0, 1).
       min_workers, round_timeout_secs, grace_secs, weight, local_weight,
-        averaged, most_pushes, progress, only_finite, name, resume: As of
-        `LocalSGD`.
+        averaged, most_pushes, progress, only_finite, name, resume, checkpoint:
+        As of `LocalSGD`.
 
     Raises:
       ValueError: If `outer_learning_rate` or `outer_momentum` is out of range.
@@ -78,4 +80,4 @@ class DiLoCo(_training.LocalTraining):
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged,
         float(outer_learning_rate), float(outer_momentum), most_pushes,
-        progress, only_finite, name, resume)
+        progress, only_finite, name, resume, checkpoint)

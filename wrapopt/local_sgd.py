@@ -1,7 +1,8 @@
 """Workers that train alone, and replace their weights by the mean."""
 
 from collections.abc import Sequence
-from typing import Any, Optional
+import os
+from typing import Any, Optional, Union
 
 from wrapopt._local import _training
 
@@ -17,8 +18,9 @@ class LocalSGD(_training.LocalTraining):
   becomes the next center, and all workers resume from it: a round. Servers hold
   the center and end the rounds, so no worker is special. If a worker stops, a
   round ends without it after `round_timeout_secs`, if `min_workers` are there.
-  A worker that is late or was restarted takes the center. The inner optimizer's
-  state stays with the worker.
+  A worker that is late or was restarted takes the center. A worker that is done
+  leaves, at the end of a `with` block or by `leave`, and the others go on. The
+  inner optimizer's state stays with the worker.
 
   The constructor takes the center from the servers. If they have none, the
   variables of the first worker become the center of round 0: a job begins. All
@@ -55,7 +57,8 @@ class LocalSGD(_training.LocalTraining):
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
                only_finite: bool = True, name: str = "local_sgd",
-               resume: bool = False) -> None:
+               resume: bool = False,
+               checkpoint: Union[str, os.PathLike, None] = None) -> None:
     """Takes the center.
 
     Args:
@@ -72,7 +75,8 @@ class LocalSGD(_training.LocalTraining):
       sync_every: The number of inner steps of this worker in a round. A slow
         worker may have a smaller one than others.
       min_workers: The number of workers that suffice for a round; by default
-        all.
+        all. A worker that has left counts as one of them: with 3 of 4, one may
+        be missing, also when one of the others has left.
       round_timeout_secs: How long a round waits for workers that are missing,
         and how long a worker waits for servers, in seconds.
       grace_secs: How long a round waits for others once it has `min_workers`,
@@ -96,22 +100,29 @@ class LocalSGD(_training.LocalTraining):
       name: The name of the job on the servers. `wrapopt.read_center` reads its
         center.
       resume: Whether the worker may go on for an earlier process of its name,
-        which then gets an error if it is alive, or join when `num_workers`
-        others have. Use it in a program that is restarted if it dies. It
+        which then gets an error if it is alive, or take the place of a worker
+        that has left. Use it in a program that is restarted if it dies. It
         changes nothing if the servers have no center.
+      checkpoint: The path of a `tf.train.Checkpoint` that holds a `LocalSGD` or
+        `DiLoCo` of the same variables; or a directory, whose latest checkpoint
+        is taken if there is one. Servers that have no center, or an earlier
+        one, take its center. If some have lost their part of a later one, they
+        do after half of `round_timeout_secs`, unless a worker comes that holds
+        it.
 
     Raises:
       TypeError: If an argument is of a wrong type.
-      ValueError: If a number is out of range, or a variable is not finite.
+      ValueError: If a number is out of range, a variable is not finite, or
+        `checkpoint` does not have the center of these variables.
       tf.errors.DeadlineExceededError: If the servers are not found within
         `round_timeout_secs`, or some have lost their center and no worker that
         holds it came.
       tf.errors.InvalidArgumentError: If the servers have a job of this name
         with other variables, settings or servers: the error tells the first
-        difference. Without `resume`, also if another process has had the name
-        `worker` in the job, or `num_workers` others are part of it.
+        difference. Also if `num_workers` others are part of the job; and
+        without `resume`, if another process has had the name `worker` in it.
     """
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, only_finite, name, resume)
+        0.0, most_pushes, progress, only_finite, name, resume, checkpoint)

@@ -61,22 +61,40 @@ struct RoundWait {
   std::optional<Timer::Id> grace = {};
 };
 
-// The processes that use the names of workers.
+template <class Value>
+std::vector<std::string> Keys(const std::map<std::string, Value>& map) {
+  std::vector<std::string> keys;
+  for (const auto& [key, value] : map) keys.push_back(key);
+  return keys;
+}
+
+// The workers that are known by their names, and the processes that use these.
 class Processes {
  public:
-  // False if another process has taken the name of `process`.
+  // False if another process has taken the name of `process`, or the worker has
+  // left. A new process takes the name.
   bool IsCurrent(const std::string& worker, int64_t process) {
-    Of& known = processes_[worker];
-    if (known.current == process) return true;
+    const auto [found, is_new] = processes_.try_emplace(worker, Of{process});
+    Of& known = found->second;
+    const bool has_left = left_.count(worker) > 0;
+    if (known.current == process) return !has_left;
     if (known.before.count(process) > 0) return false;
     known.before.insert(known.current);
     known.current = process;
+    left_.erase(worker);
     return true;
   }
 
-  bool Has(const std::string& worker) const {
-    return processes_.count(worker) > 0;
+  // Whether all of num_workers workers are known, without this one and those
+  // that have left. If not, the worker takes the place of one that has left.
+  bool IsFull(const std::string& worker, int64_t num_workers) {
+    if (processes_.count(worker) > 0 || size() < num_workers) return false;
+    if (size() - num_left() >= num_workers) return true;
+    processes_.erase(*left_.begin());
+    left_.erase(left_.begin());
+    return false;
   }
+
   // Whether a process would take the name from another one.
   bool IsTaken(const std::string& worker, int64_t process) const {
     const auto found = processes_.find(worker);
@@ -84,19 +102,30 @@ class Processes {
            found->second.before.count(process) == 0;
   }
 
-  int64_t size() const { return processes_.size(); }
-  std::vector<std::string> Names() const {
-    std::vector<std::string> names;
-    for (const auto& [name, of] : processes_) names.push_back(name);
-    return names;
+  // Whether the worker has left, as its process tells. The process of a worker
+  // that others tell of is 0.
+  bool Leave(const std::string& worker, int64_t process) {
+    const auto [found, is_new] = processes_.try_emplace(worker, Of{process});
+    if (found->second.current == process) left_.insert(worker);
+    return left_.count(worker) > 0;
   }
+
+  bool Has(const std::string& worker) const {
+    return processes_.count(worker) > 0;
+  }
+  int64_t size() const { return processes_.size(); }
+  std::vector<std::string> Names() const { return Keys(processes_); }
+
+  const std::set<std::string>& left() const { return left_; }
+  int64_t num_left() const { return left_.size(); }
 
  private:
   struct Of {
-    int64_t current = 0;
-    std::set<int64_t> before;
+    int64_t current;
+    std::set<int64_t> before = {};
   };
   std::map<std::string, Of> processes_;
+  std::set<std::string> left_;
 };
 
 // The workers that a round waits for: all at first.
@@ -110,30 +139,15 @@ class Expected {
     if (names_) names_->insert(name);
   }
 
-  // Whether the members of a round are all of `num_workers`, or at least
-  // min_workers and all that are expected.
-  template <class Members>
-  bool HaveCome(const Members& members, int64_t min_workers,
-                int64_t num_workers) const {
-    const int64_t came = members.size();
-    if (came == num_workers) return true;
-    return names_ && came >= min_workers &&
-           std::all_of(names_->begin(), names_->end(),
-                       [&members](const std::string& name) {
-                         return members.count(name) > 0;
-                       });
+  // Whether all have come that are expected, if these are not all workers.
+  template <class HasCome>
+  bool HaveCome(HasCome has_come) const {
+    return names_ && std::all_of(names_->begin(), names_->end(), has_come);
   }
 
  private:
   std::optional<std::set<std::string>> names_;  // nullopt: all.
 };
-
-template <class Value>
-std::vector<std::string> Keys(const std::map<std::string, Value>& map) {
-  std::vector<std::string> keys;
-  for (const auto& [key, value] : map) keys.push_back(key);
-  return keys;
-}
 
 // A name in quotes. Any bytes may be in a name, but not in a log or an error.
 inline std::string InQuotes(const std::string& name) {

@@ -19,6 +19,8 @@
 // says when it has them all: the replies to a few workers are in memory at a
 // time.
 //
+// A worker that is done leaves, at the lead. Rounds then count it as come.
+//
 // A wait is a callback in a list and holds no thread. Another call, its
 // deadline, the end of its step or the end of the rounds removes it from the
 // list and runs the callback. Callbacks run after the lock is released, because
@@ -113,36 +115,47 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     expected_.Add(worker);
   }
 
-  // Whether no worker is known, and no generation has begun.
+  // Whether no generation has begun, and no worker waits for one.
   bool is_unused() {
     std::lock_guard<std::mutex> lock(mu_);
-    return generation_ == 0 && processes_.size() == 0 && waits_.empty() &&
-           arrivals_.size() == 0;
+    return generation_ == 0 && waits_.empty() && arrivals_.size() == 0;
   }
 
   // Makes a worker known by its name. Only if it resumes, it takes the name
-  // from another process, or joins when num_workers others are known.
+  // from another process, or the place of a worker that has left.
   RoundsStatus Join(const std::string& worker, int64_t process, bool resumes,
                     int64_t* workers) {
     std::lock_guard<std::mutex> lock(mu_);
-    const std::string what_to_do =
-        Text(": a restarted worker passes resume=True; a new job has another ",
-             "name, or begins after the old one is dropped");
     if (!resumes && !processes_.Has(worker) &&
         processes_.size() >= num_workers_) {
-      return RoundsStatus::InvalidArgument(Text(
-          subject_, " have num_workers = ", num_workers_, ", but ",
-          InQuotes(worker), " came to round ", open_, " after ",
-          InQuotes(processes_.Names()), what_to_do));
+      return TooMany(worker, kNewJob);
     }
     if (!resumes && processes_.IsTaken(worker, process)) {
-      return RoundsStatus::InvalidArgument(Text(
-          "worker ", InQuotes(worker), " of ", subject_, " is another ",
-          "process already, and round ", open_, " is open", what_to_do));
+      return RoundsStatus::InvalidArgument(
+          Text("worker ", InQuotes(worker), " of ", subject_, " is another ",
+               "process already, and round ", open_, " is open", kNewJob));
     }
-    if (!processes_.IsCurrent(worker, process)) return Replaced(worker);
-    *workers = processes_.size();
-    return RoundsStatus();
+    const RoundsStatus known = Know(worker, process);
+    *workers = processes_.size() - processes_.num_left();
+    return known;
+  }
+
+  // Rounds do not wait for a worker from now on, until another process of it
+  // comes. False if another process has its name; the process of a worker that
+  // others tell of is 0.
+  bool Leave(const std::string& worker, int64_t process) {
+    Deferred after(this);
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!processes_.Leave(worker, process)) return false;
+    ForgetTurns(worker, &after);
+    AnswerReadyWaits(&after);
+    return true;
+  }
+
+  // The workers that have left.
+  std::set<std::string> left() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return processes_.left();
   }
 
   // The number of workers whose values are no members'.
@@ -199,26 +212,23 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   // Makes a worker that has a turn a member, and ends its turn.
-  RoundsStatus Arrive(const std::string& worker, const Known& told,
-                      bool* accepted, Known* known) {
+  bool Arrive(const std::string& worker, const Known& told, Known* known) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    *accepted = told.place == place() && !closed_ &&
-                turns_.alive.count(told.turn) > 0 &&
-                HasStaged(worker, told.place) &&
-                arrivals_.Find(worker)->turn == told.turn;
-    if (*accepted) {
-      const RoundsStatus room = CheckRoom(worker);
-      if (!room.ok()) return room;
+    const bool accepted = told.place == place() && !closed_ &&
+                          turns_.alive.count(told.turn) > 0 &&
+                          HasStaged(worker, told.place) &&
+                          arrivals_.Find(worker)->turn == told.turn;
+    if (accepted) {
       Admit(worker);
       EndTurn(told.turn, &after);
     }
     *known = Recently();
-    return RoundsStatus();
+    return accepted;
   }
 
   // Ends a worker's reading, and a turn. False if the turn was over.
-  bool Leave(const std::string& worker, int64_t turn) {
+  bool Release(const std::string& worker, int64_t turn) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     const auto reader = readers_.find(worker);
@@ -317,6 +327,14 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
  private:
+  // What to do about names of workers, in errors.
+  static constexpr char kUniqueName[] =
+      ": give each worker a unique name that does not change, or correct "
+      "num_workers";
+  static constexpr char kNewJob[] =
+      ": a restarted worker passes resume=True; a new job has another name, or "
+      "begins after the old one is dropped";
+
   using For = RoundWait::For;
   using Waits = std::map<uint64_t, RoundWait>;
 
@@ -399,13 +417,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       if (!wait.worker.empty()) expected_.Add(wait.worker);
       return RoundsStatus();
     }
-    if (!processes_.IsCurrent(wait.worker, wait.process)) {
-      return Replaced(wait.worker);
-    }
+    const RoundsStatus known = Know(wait.worker, wait.process);
+    if (!known.ok()) return known;
     expected_.Add(wait.worker);
-    const RoundsStatus room = CheckRoom(wait.worker);
-    if (room.ok()) ForgetTurns(wait.worker, after);
-    return room;
+    ForgetTurns(wait.worker, after);
+    return known;
   }
 
   // Ends the turn of a worker that enters again, and its wait for one. A worker
@@ -424,18 +440,6 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       const auto here = i++;
       if (here->second.worker == worker) EndTurn(here->first, after);
     }
-  }
-
-  RoundsStatus CheckRoom(const std::string& worker) const {
-    if (static_cast<int64_t>(members_.size()) < num_workers_ ||
-        members_.count(worker) > 0) {
-      return RoundsStatus();
-    }
-    return RoundsStatus::InvalidArgument(Text(
-        subject_, " have num_workers = ", num_workers_, ", but ",
-        InQuotes(worker), " came to round ", open_, " after ", Names(),
-        ": give each worker a unique name that does not change, ",
-        "or correct num_workers"));
   }
 
   // Answers a wait for a turn, if it is over.
@@ -469,7 +473,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::optional<Timer::Id>& end = readers_[worker];
     CancelTimer(end);
     end = After(kReaderSecs,
-                [worker](Rounds* self) { self->Leave(worker, -1); });
+                [worker](Rounds* self) { self->Release(worker, -1); });
     return true;
   }
 
@@ -509,12 +513,25 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   void Close() {
     closed_ = true;
-    if (static_cast<int64_t>(members_.size()) == num_workers_) {
-      return expected_.All();
-    }
+    if (came() >= num_workers_) return expected_.All();
     warn_(Text("Round ", open_, " of ", subject_, " is made of ",
-               members_.size(), " of ", num_workers_, " workers: ", Names(),
-               "."));
+               members_.size(), " of ", num_workers_ - absent(), " workers: ",
+               Names(), "."));
+  }
+
+  // The number of workers that have left and are no members.
+  int64_t absent() const {
+    const std::set<std::string>& left = processes_.left();
+    return std::count_if(left.begin(), left.end(),
+                         [this](const std::string& worker) {
+                           return members_.count(worker) == 0;
+                         });
+  }
+  // The number of workers that the round does not wait for.
+  int64_t came() const { return members_.size() + absent(); }
+
+  bool Suffice(int64_t min_workers) const {
+    return !members_.empty() && came() >= min_workers;
   }
 
   // Closes the round if its members suffice for a wait, and answers all waits
@@ -524,11 +541,14 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       if (closed_ || wait.what != For::kClose || wait.place != place()) {
         continue;
       }
-      if (expected_.HaveCome(members_, wait.min_workers, num_workers_)) {
+      if (!Suffice(wait.min_workers)) continue;
+      if (came() >= num_workers_ ||
+          expected_.HaveCome([this](const std::string& name) {
+            return members_.count(name) > 0 ||
+                   processes_.left().count(name) > 0;
+          })) {
         Close();
-      } else if (!wait.grace &&
-                 static_cast<int64_t>(members_.size()) >= wait.min_workers &&
-                 WithoutValues().size() < members_.size()) {
+      } else if (!wait.grace && WithoutValues().size() < members_.size()) {
         wait.grace = After(wait.grace_secs,
                            [id = id](Rounds* self) { self->TimeOut(id); });
       }
@@ -583,8 +603,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
     const RoundWait& wait = found->second;
-    const int64_t came = members_.size();
-    if (wait.what == For::kClose && came >= wait.min_workers) {
+    if (wait.what == For::kClose && Suffice(wait.min_workers)) {
       // A missing worker is not expected again until it enters.
       expected_.Only(Workers());
       Close();
@@ -596,14 +615,32 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     const RoundsStatus status = RoundsStatus::DeadlineExceeded(
         Text("round ", open_, " of ", subject_,
              wait.what == For::kClose
-                 ? Text(" got values of ", came, " workers", within, " (",
-                        Names(), "), but needs ", wait.min_workers, " of ",
-                        num_workers_)
+                 ? Text(" got values of ", members_.size(), " workers",
+                        within, " (", Names(), "), but needs ",
+                        std::max<int64_t>(wait.min_workers - absent(), 1),
+                        " of ", num_workers_ - absent())
                  : Text(" gave no turn",
                         wait.what == For::kRead ? " to read" : "", within),
              ": restart the others, wait longer, or reduce min_workers"));
     after.Add(std::move(found->second), {status});
     waits_.erase(found);
+  }
+
+  // Notes that a process uses a worker's name.
+  RoundsStatus Know(const std::string& worker, int64_t process) {
+    if (processes_.IsFull(worker, num_workers_)) {
+      return TooMany(worker, kUniqueName);
+    }
+    return processes_.IsCurrent(worker, process) ? RoundsStatus()
+                                                 : Replaced(worker);
+  }
+
+  RoundsStatus TooMany(const std::string& worker,
+                       const std::string& what_to_do) const {
+    return RoundsStatus::InvalidArgument(Text(
+        subject_, " have num_workers = ", num_workers_, ", but ",
+        InQuotes(worker), " came to round ", open_, " after ",
+        InQuotes(processes_.Names()), what_to_do));
   }
 
   RoundsStatus Replaced(const std::string& worker) const {

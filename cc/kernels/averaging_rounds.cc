@@ -1,10 +1,12 @@
-// Wrapopt>AveragingRounds, Join, Enter, Stage, Arrive, Leave, Follow, Close,
-// State, List, Drop, Clock and Raise.
+// Wrapopt>AveragingRounds, Join, Enter, Stage, Arrive, Release, Follow, Close,
+// Leave, State, List, Drop, Clock and Raise.
 // The rounds are in engine/rounds.h.
+#include <algorithm>
 #include <chrono>  // NOLINT(build/c++11)
 #include <cmath>
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -265,10 +267,9 @@ class AveragingArriveOp : public OpKernel {
     OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadKnown(ctx, &told));
-    bool accepted;
-    OP_REQUIRES_OK(ctx, ToStatus(resource->rounds()->Arrive(
-                            worker, told, &accepted, &known)));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "accepted", accepted));
+    OP_REQUIRES_OK(
+        ctx, WriteScalar(ctx, "accepted",
+                         resource->rounds()->Arrive(worker, told, &known)));
     OP_REQUIRES_OK(ctx, WriteKnown(ctx, "known_now", known));
     std::lock_guard<std::mutex> lock(resource->center()->mu);
     OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
@@ -278,9 +279,9 @@ class AveragingArriveOp : public OpKernel {
   Isa isa_;
 };
 
-class AveragingLeaveOp : public OpKernel {
+class AveragingReleaseOp : public OpKernel {
  public:
-  explicit AveragingLeaveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+  explicit AveragingReleaseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
     RoundsPtr resource;
@@ -289,8 +290,9 @@ class AveragingLeaveOp : public OpKernel {
     OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "turn", &turn));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "was_alive",
-                                    resource->rounds()->Leave(worker, turn)));
+    OP_REQUIRES_OK(ctx,
+                   WriteScalar(ctx, "was_alive",
+                               resource->rounds()->Release(worker, turn)));
   }
 };
 
@@ -348,6 +350,23 @@ class AveragingCloseOp : public AsyncOpKernel {
   }
 };
 
+class AveragingLeaveOp : public OpKernel {
+ public:
+  explicit AveragingLeaveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    std::string worker;
+    int64_t process;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "process", &process));
+    OP_REQUIRES_OK(ctx,
+                   WriteScalar(ctx, "has_left",
+                               resource->rounds()->Leave(worker, process)));
+  }
+};
+
 class AveragingStateOp : public OpKernel {
  public:
   explicit AveragingStateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -371,6 +390,10 @@ class AveragingStateOp : public OpKernel {
     numbers(2) = resource->rounds()->staged();
     numbers(3) = resource->id();
     numbers(4) = center->job;
+    const std::set<std::string> left = resource->rounds()->left();
+    const int64_t l = left.size();
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("left", {l}, &output));
+    std::copy(left.begin(), left.end(), output->vec<tstring>().data());
   }
 
  private:
@@ -465,9 +488,10 @@ WRAPOPT_REGISTER(AveragingJoin);
 WRAPOPT_REGISTER(AveragingEnter);
 WRAPOPT_REGISTER(AveragingStage);
 WRAPOPT_REGISTER(AveragingArrive);
-WRAPOPT_REGISTER(AveragingLeave);
+WRAPOPT_REGISTER(AveragingRelease);
 WRAPOPT_REGISTER(AveragingFollow);
 WRAPOPT_REGISTER(AveragingClose);
+WRAPOPT_REGISTER(AveragingLeave);
 WRAPOPT_REGISTER(AveragingState);
 WRAPOPT_REGISTER(AveragingList);
 WRAPOPT_REGISTER(AveragingDrop);

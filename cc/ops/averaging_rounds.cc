@@ -127,8 +127,12 @@ absl::Status ArriveShape(InferenceContext* c) {
   return SetVector(c, 1);
 }
 
-absl::Status LeaveShape(InferenceContext* c) {
+absl::Status ReleaseShape(InferenceContext* c) {
   return Check(c, {"rounds", "worker", "turn"});
+}
+
+absl::Status LeaveShape(InferenceContext* c) {
+  return Check(c, {"rounds", "worker", "process"});
 }
 
 absl::Status FollowShape(InferenceContext* c) {
@@ -155,6 +159,7 @@ absl::Status StateShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(Check(c, {"rounds"}));
   c->set_output(0, c->Vector(2));
   c->set_output(2, c->Vector(5));
+  TF_RETURN_IF_ERROR(SetVector(c, 3));
   return SetVector(c, 1);
 }
 
@@ -200,10 +205,11 @@ of one server lead. In a round, a worker runs, each after the other:
   Wrapopt>AveragingOuterStep or Wrapopt>AveragingMean at the others, then at the
     lead,
 
-and takes the center: with Wrapopt>AveragingCenter and Wrapopt>AveragingLeave if
-the rounds hold it. An op whose part is over has no effect, so each worker may
-run all of them. A place is a round and a generation: before a first round, and
-if a server has lost its center, Wrapopt>AveragingRestore begins a generation.
+and takes the center: with Wrapopt>AveragingCenter and Wrapopt>AveragingRelease
+if the rounds hold it. An op whose part is over has no effect, so each worker
+may run all of them. A place is a round and a generation: before a first round,
+and if a server has lost its center, Wrapopt>AveragingRestore begins a
+generation. A worker that is done runs Wrapopt>AveragingLeave at the lead.
 
 The memory of a server does not grow with the number of workers, except by
 names. It holds the mean of the members' values, and the values of those that
@@ -246,14 +252,14 @@ REGISTER_OP("Wrapopt>AveragingJoin")
 Makes a worker known by its name, at the server that leads.
 
 Rounds know the workers that have joined or entered. The op fails if another
-process has the worker's name, or num_workers others are known.
+process has had the worker's name, or num_workers others are known.
 
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.
 process: A number that no other process has.
 resumes: Whether the worker resumes. Then it takes its name from another
-  process, or joins more than num_workers others.
-workers: The number of workers that are known now.
+  process, or the place of a worker that has left.
+workers: The number of workers that are known now and have not left.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingEnter")
@@ -275,8 +281,9 @@ If a worker enters again, its wait or its turn is over.
 
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.
-process: A number that no other process has. A worker whose name another process
-  has taken gets an error.
+process: A number that no other process has. The op fails if another process
+  has taken the worker's name, or the worker has left, or is new and num_workers
+  others are known.
 place: [2] the round and the generation of the center from which the worker's
   values started; to restore a center, those that are open.
 most_turns: How many workers may have a turn. 0: the turn is to restore a
@@ -346,13 +353,13 @@ accepted: False if another round is open, it is closed, or the turn is over.
 known_now: [1 + M] what the lead knows now.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingLeave")
+REGISTER_OP("Wrapopt>AveragingRelease")
     .Input("rounds: resource")
     .Input("worker: string")
     .Input("turn: int64")
     .Output("was_alive: bool")
     .SetIsStateful()
-    .SetShapeFn(LeaveShape)
+    .SetShapeFn(ReleaseShape)
     .Doc(R"doc(
 Lets other workers read or send values, in place of one that has ended.
 
@@ -396,7 +403,9 @@ Waits until a round is closed, at the server that leads.
 
 A round is closed once all workers are members. It is also closed once the
 expected workers are, at least min_workers; grace_secs after min_workers are;
-and after timeout_secs, if min_workers are. Otherwise, the op then fails.
+and after timeout_secs, if min_workers are. Otherwise, the op then fails. A
+worker that has left counts as a member here, but one member at least must have
+come.
 
 At first all num_workers workers are expected. After a round that a deadline has
 closed, the expected workers are those of that round and all that have started,
@@ -441,11 +450,33 @@ job: A scalar, the number of the job that trains the center; 0 if unknown.
 restored: Whether the generation has begun.
 )doc");
 
+REGISTER_OP("Wrapopt>AveragingLeave")
+    .Input("rounds: resource")
+    .Input("worker: string")
+    .Input("process: int64")
+    .Output("has_left: bool")
+    .SetIsStateful()
+    .SetShapeFn(LeaveShape)
+    .Doc(R"doc(
+Tells that a worker takes part in rounds no more, at the server that leads.
+
+Rounds do not wait for it. Its turn and its wait for one are over; if it is a
+member of the open round, its values count. Another process of the worker comes
+back by Wrapopt>AveragingJoin or Wrapopt>AveragingEnter.
+
+rounds: From Wrapopt>AveragingRounds.
+worker: The worker's name.
+process: The process that has the name; 0 to tell a server that was restarted of
+  another worker.
+has_left: Whether the worker has left. False if another process has its name.
+)doc");
+
 REGISTER_OP("Wrapopt>AveragingState")
     .Input("rounds: resource")
     .Output("place: int64")
     .Output("known: string")
     .Output("numbers: int64")
+    .Output("left: string")
     .Attr("worker: string = ''")
     .SetIsStateful()
     .SetShapeFn(StateShape)
@@ -459,6 +490,7 @@ numbers: [5] the number of vectors of the center that the rounds hold, the
   number of velocities, the number of workers whose values are no part of the
   round yet, a number that no other rounds have, and the job that trains the
   center.
+left: [L] the names of the workers that have left, sorted.
 worker: The name of a worker that starts, for which the rounds wait from now on;
   "" for none.
 )doc");

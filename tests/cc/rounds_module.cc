@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -195,14 +196,29 @@ PYBIND11_MODULE(_rounds, m) {
            })
       .def("arrive",
            [](Server& s, const std::string& worker, const Known& told) {
-             bool accepted = false;
              Known known;
-             Check(s.rounds()->Arrive(worker, told, &accepted, &known));
+             const bool accepted = s.rounds()->Arrive(worker, told, &known);
              return std::make_pair(accepted, known);
            })
-      .def("leave",
+      .def("release",
            [](Server& s, const std::string& worker, int64_t turn) {
-             return s.rounds()->Leave(worker, turn);
+             return s.rounds()->Release(worker, turn);
+           })
+      .def("join",
+           [](Server& s, const std::string& worker, int64_t process,
+              bool resumes) {
+             int64_t workers = 0;
+             Check(s.rounds()->Join(worker, process, resumes, &workers));
+             return workers;
+           })
+      .def("leave",
+           [](Server& s, const std::string& worker, int64_t process) {
+             return s.rounds()->Leave(worker, process);
+           })
+      .def("left",
+           [](Server& s) {
+             const std::set<std::string> left = s.rounds()->left();
+             return std::vector<std::string>(left.begin(), left.end());
            })
       .def("follow",
            [](Server& s, const Known& known) {

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -124,9 +125,7 @@ struct Fixture {
     return Start({For::kRead, {}, worker});
   }
   bool Arrive(const std::string& worker, const Known& told) {
-    bool accepted = false;
-    arrived = lead->Arrive(worker, told, &accepted, &now);
-    return accepted;
+    return lead->Arrive(worker, told, &now);
   }
   // Makes a worker a member of the open round.
   void Bring(const std::string& worker, int value) {
@@ -141,7 +140,6 @@ struct Fixture {
   std::function<bool(std::function<void()>)> watch;
   int unwatched = 0;
   int64_t most_turns = 1;
-  RoundsStatus arrived;
   Known now;  // That an Arrive told.
   const std::function<void(const std::string&)> warn =
       [this](const std::string& warning) { warnings.push_back(warning); };
@@ -345,7 +343,7 @@ TEST(Rounds, AWorkerThatEntersAgain) {
   const HeardPtr third = f.Enter("a", {0, 1});
   EXPECT_TRUE(again->status.ok());
   EXPECT_EQ(again->known.turn, -1);
-  EXPECT_TRUE(f.lead->Leave("b", b->known.turn));
+  EXPECT_TRUE(f.lead->Release("b", b->known.turn));
   EXPECT_EQ(third->known.turn, a.turn + 2);
   EXPECT_EQ(third->known.turns.alive.size(), 1u);
 }
@@ -355,13 +353,13 @@ TEST(Rounds, ATurnThatIsGivenUp) {
   const Known a = f.Enter("a", {0, 1})->known;
   const HeardPtr b = f.Enter("b", {0, 1});
   EXPECT_TRUE(Stage(f.lead.get(), "a", a, 1));
-  EXPECT_FALSE(f.lead->Leave("a", a.turn + 1));
+  EXPECT_FALSE(f.lead->Release("a", a.turn + 1));
   EXPECT_EQ(b->times, 0);
-  EXPECT_TRUE(f.lead->Leave("a", a.turn));
+  EXPECT_TRUE(f.lead->Release("a", a.turn));
   EXPECT_EQ(b->known.turn, a.turn + 1);
   EXPECT_EQ(f.lead->staged(), 0);
   EXPECT_FALSE(f.Arrive("a", a));
-  EXPECT_FALSE(f.lead->Leave("a", a.turn));
+  EXPECT_FALSE(f.lead->Release("a", a.turn));
 }
 
 TEST(Rounds, Join) {
@@ -387,14 +385,78 @@ TEST(Rounds, Join) {
             "averaging rounds 'r' have num_workers = 2, but 'c' came to round "
             "0 after 'a', 'b'" + what_to_do);
   EXPECT_EQ(workers, 1);
+  const std::string too_many =
+      "averaging rounds 'r' have num_workers = 2, but 'c' came to round 0 "
+      "after 'a', 'b': give each worker a unique name that does not change, or "
+      "correct num_workers";
+  EXPECT_EQ(join("c", 4, true), too_many);
+  EXPECT_EQ(f.Enter("c", {0, 1}, 4)->status.message, too_many);
+  // The place of a worker that has left is free, not its name.
+  EXPECT_TRUE(f.lead->Leave("b", 3));
+  EXPECT_NE(join("c", 4), "");
   EXPECT_EQ(join("c", 4, true), "");
-  EXPECT_EQ(workers, 3);
+  EXPECT_EQ(workers, 2);
+  EXPECT_TRUE(f.lead->left().empty());
+  EXPECT_NE(join("b", 5, true), "");
   EXPECT_EQ(join("a", 2, true), "");
   for (const bool resumes : {false, true}) {
     EXPECT_EQ(join("a", 1, resumes),
               "worker 'a' of averaging rounds 'r' is another process now: give "
               "each worker a unique name");
   }
+}
+
+// Rounds do not wait for a worker that has left, and count it as come.
+TEST(Rounds, Leave) {
+  for (const int64_t min_workers : {1, 2}) {
+    Fixture f;
+    f.most_turns = 2;
+    EXPECT_EQ(f.Enter("b", {0, 1}, 7)->times, 1);
+    f.Bring("a", 1);
+    const HeardPtr closed = f.Close({0, 1}, min_workers);
+    EXPECT_FALSE(f.lead->Leave("b", 8));  // Another process.
+    EXPECT_FALSE(f.lead->Leave("b", 0));  // The server knows better.
+    EXPECT_EQ(closed->times, 0);
+    EXPECT_EQ(f.lead->known().turns.alive.size(), 1u);
+    EXPECT_TRUE(f.lead->Leave("b", 7));
+    EXPECT_TRUE(f.lead->known().turns.alive.empty());
+    EXPECT_EQ(closed->workers(), "a");
+    EXPECT_EQ(f.lead->left(), (std::set<std::string>{"b"}));
+    EXPECT_EQ(End(f.lead.get(), closed->known), 1);
+    // A late call of it does not bring it back.
+    EXPECT_NE(f.Enter("b", {1, 1}, 7)->status.message, "");
+    // A round without members does not end.
+    const HeardPtr empty = f.Close({1, 1}, min_workers);
+    EXPECT_EQ(empty->times, 0);
+    f.timer.Ring(kWait);
+    EXPECT_EQ(empty->status.message,
+              "round 1 of averaging rounds 'r' got values of 0 workers within "
+              "9 seconds (none), but needs 1 of 1: restart the others, wait "
+              "longer, or reduce min_workers");
+    // Another process of it does.
+    EXPECT_EQ(f.Enter("b", {1, 1}, 9)->times, 1);
+    EXPECT_TRUE(f.lead->left().empty());
+    EXPECT_FALSE(f.lead->Leave("b", 7));
+    // A server that was restarted knows nobody, and is told.
+    IntRounds server("r", 2, &f.timer, nullptr);
+    EXPECT_TRUE(server.Leave("b", 0));
+    EXPECT_TRUE(server.Leave("b", 0));
+    int64_t workers = 0;
+    EXPECT_TRUE(server.Join("b", 9, true, &workers).ok());
+    EXPECT_EQ(workers, 1);
+    EXPECT_FALSE(server.Leave("b", 0));
+  }
+}
+
+// A member that leaves counts once.
+TEST(Rounds, AMemberLeaves) {
+  Fixture f;
+  f.Bring("a", 1);
+  EXPECT_TRUE(f.lead->Leave("a", 0));
+  const HeardPtr closed = f.Close({0, 1}, 2);
+  EXPECT_EQ(closed->times, 0);
+  f.Bring("b", 2);
+  EXPECT_EQ(closed->workers(), "ab");
 }
 
 // A round that a deadline has closed expects its members alone, and who reads.
@@ -429,8 +491,8 @@ TEST(Rounds, Readers) {
   // A worker that reads already gets the next part at once.
   EXPECT_EQ(f.Read("b")->times, 1);
   EXPECT_EQ(f.timer.set.size(), 4u + 3u);
-  f.lead->Leave("b", -1);
-  f.lead->Leave("b", -1);
+  f.lead->Release("b", -1);
+  f.lead->Release("b", -1);
   EXPECT_EQ(answered(), "1111100");
   f.timer.Ring(kReaderSecs);  // That of a, which has stopped.
   EXPECT_EQ(answered(), "1111110");
@@ -460,7 +522,6 @@ TEST(Rounds, ValuesThatAreNotWanted) {
   for (const Place place : {Place{1, 1}, Place{-1, 1}, Place{0, 0}}) {
     Known elsewhere = again;
     elsewhere.place = place;
-    EXPECT_EQ(f.Enter("c", place)->known.turn, -1);
     EXPECT_FALSE(Stage(f.lead.get(), "a", elsewhere, 1));
     EXPECT_FALSE(f.Arrive("a", elsewhere));
     EXPECT_FALSE(f.other->Follow(elsewhere));
@@ -476,21 +537,13 @@ TEST(Rounds, ValuesThatAreNotWanted) {
   f.Close({0, 1}, 1);
   f.timer.Ring(kWait);
   refuses("b", b);  // A closed round.
+  for (const Place place : {Place{1, 1}, Place{-1, 1}, Place{0, 0}}) {
+    EXPECT_EQ(f.Enter("b", place)->known.turn, -1);
+  }
 }
 
 TEST(Rounds, NamesThatAreWrong) {
   Fixture f;
-  f.most_turns = 3;
-  const Known c = f.Enter("c", {0, 1})->known;
-  EXPECT_TRUE(Stage(f.lead.get(), "c", c, 1));
-  f.Bring("a", 1);
-  f.Bring("b", 1);
-  f.Arrive("c", c);
-  EXPECT_EQ(f.arrived.message,
-            "averaging rounds 'r' have num_workers = 2, but 'c' came to round "
-            "0 after 'a', 'b': give each worker a unique name that does not "
-            "change, or correct num_workers");
-  EXPECT_EQ(f.Enter("c", {0, 1})->status.message, f.arrived.message);
   // Another process takes a name.
   for (const int64_t process : {0, 10, 11}) {
     EXPECT_TRUE(f.Enter("a", {0, 1}, process)->status.ok());
@@ -560,7 +613,6 @@ TEST(Rounds, StoppedRounds) {
   EXPECT_EQ(closed->times, 0);
   const HeardPtr turn = f.Enter("b", {-1, 2});
   EXPECT_EQ(turn->times, 0);
-  EXPECT_EQ(f.Enter("c", {0, 1})->known.turn, -1);
   Restore(f.lead.get(), {0, 3}, 2);
   EXPECT_EQ(closed->times, 1);
   EXPECT_EQ(closed->workers(), "");
@@ -698,10 +750,8 @@ TEST(Rounds, InThreads) {
         EXPECT_TRUE(
             Stage(server.get(), name, turn, 1000 * round + t));
       }
-      bool accepted;
       Known known;
-      EXPECT_TRUE(lead->Arrive(name, turn, &accepted, &known).ok());
-      EXPECT_TRUE(accepted);
+      EXPECT_TRUE(lead->Arrive(name, turn, &known));
       servers[0]->Follow(known);
       RoundWait close{For::kClose, place};
       close.min_workers = kWorkers;
@@ -748,11 +798,10 @@ TEST(Rounds, EndsThatRace) {
         // The turn may be answered after this thread's step.
         const auto self = rounds;
         wait.done = [&, self, turn, name](const RoundAnswer& answer) {
-          bool accepted;
           Known known;
           if (turn && answer.known.turn >= 0) {
             Stage(self.get(), name, answer.known, 1);
-            self->Arrive(name, answer.known, &accepted, &known);
+            self->Arrive(name, answer.known, &known);
           }
           if (++answers == kThreads * kWaits) all.Notify();
         };

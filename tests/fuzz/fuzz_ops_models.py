@@ -715,8 +715,9 @@ def _enter(call):
   call.demand(most >= 0, f"most_turns = {most}")
   call.demand(call.number("turn_secs") > 0, "such a turn")
   call.demand(call.number("timeout_secs") > 0, "such a timeout")
-  call.demand(worker in rounds.members or
-              len(rounds.members) < rounds.workers, "too many workers")
+  known = {*rounds.members, *rounds.staged}
+  call.demand(worker in known or len(known) < rounds.workers,
+              "too many workers")
   turn = -1
   if _has_turn(rounds, place, most, worker):
     # If the worker has one, it ends.
@@ -773,10 +774,17 @@ def _arrive(call):
   _want_members(call.outputs[1], members)
 
 
-def _leave(call):
+def _release(call):
   call.number("worker")
   _want(call.outputs[0],
         call.number("turn") in call.case.rounds.alive.values(), "was_alive")
+
+
+def _leave(call):
+  rounds, worker = call.case.rounds, call.number("worker")
+  is_known = worker in {*rounds.members, *rounds.staged}
+  _want(call.outputs[0], not is_known or call.number("process") == 0,
+        "has_left")
 
 
 def _follow(call):
@@ -818,14 +826,16 @@ def _state(call):
       len(rounds.staged) + (rounds.offered is not None)], "the numbers")
   if number <= 0 or job != 0:
     raise AssertionError(f"the rounds have the numbers {number} and {job}")
+  _want(call.outputs[3], [], "who has left")
 
 
 def _join(call):
   rounds, worker = call.case.rounds, call.number("worker")
   known = {*rounds.members, *rounds.staged}
-  call.demand(call.number("resumes") or (
-      call.number("process") == 0 if worker in known else
-      len(known) < rounds.workers), "the name of another, or too many")
+  call.demand(
+      call.number("resumes") or call.number("process") == 0
+      if worker in known else len(known) < rounds.workers,
+      "the name of another, or too many")
   _want(call.outputs[0], len({*known, worker}), "the workers")
 
 
@@ -930,7 +940,7 @@ _MODELS = {
         "AveragingArrive": _arrive, "AveragingCenter": _center,
         "AveragingClose": _close, "AveragingEnter": _enter,
         "AveragingFollow": _follow, "AveragingJoin": _join,
-        "AveragingLeave": _leave,
+        "AveragingLeave": _leave, "AveragingRelease": _release,
         "AveragingMean": _mean, "AveragingOuterStep": _outer_step,
         "AveragingRestore": _restore, "AveragingStage": _stage,
         "AveragingState": _state}),

@@ -153,7 +153,8 @@ INPUTS = {  # Of each op, after "rounds".
     "enter": "worker process place most_turns turn_secs timeout_secs",
     "stage": "worker known weight count first",
     "arrive": "worker known",
-    "leave": "worker turn",
+    "release": "worker turn",
+    "leave": "worker process",
     "follow": "known",
     "close": "place min_workers timeout_secs grace_secs",
     "restore": "worker from_generation place job",
@@ -289,8 +290,8 @@ def test_centers_that_are_not_there(mode):
 
 
 RANKS = {"join": [0], "enter": [0, 1], "stage": [0], "arrive": [0, 1],
-         "leave": [0], "follow": [0], "close": [1], "restore": [0],
-         "state": [1, 1, 1],
+         "release": [0], "leave": [0], "follow": [0], "close": [1], "restore": [0],
+         "state": [1, 1, 1, 1],
          "outer_step": [1], "center": [1, 1], "mean": [1]}
 
 

@@ -122,7 +122,7 @@ def test_four_workers_read_at_a_time(mode):
   with pytest.raises(tf.errors.DeadlineExceededError, match=(
       "round 0 of averaging rounds '.*' gave no turn to read within 0.1 sec")):
     read("e", 0.1)
-  assert not server.run("leave", "c", -1)
+  assert not server.run("release", "c", -1)
   assert read("e") == [7]
 
 
@@ -168,7 +168,14 @@ def test_workers_join(mode):
     join("a", 3)
   with pytest.raises(InvalidArgument, match="'c' came to round -1 after 'a', "):
     join("c", 3)
-  assert [join("a", 3, True), join("a", 3), join("c", 4, True)] == [2, 2, 3]
+  assert [join("a", 3, True), join("a", 3)] == [2, 2]
+  with pytest.raises(InvalidArgument, match="'c' came to round -1 after 'a', "):
+    join("c", 4, True)
+  # The place of a worker that has left is free.
+  leave = lambda *args: server.run("leave", *args)
+  assert [leave("b", 1), leave("b", 2), leave("b", 2)] == [False, True, True]
+  assert server.run("state").left.tolist() == [b"b"]
+  assert join("c", 4, True) == 2 and not server.run("state").left.size
   for resumes in False, True:
     with pytest.raises(InvalidArgument, match="'a' .* is another process now"):
       join("a", 1, resumes)

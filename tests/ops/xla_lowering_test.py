@@ -284,8 +284,9 @@ def test_no_op_is_left_out():
   # Handles as one tensor: XLA must see each.
   host = re.compile("Wrapopt>(Staleness|BeginUpdate|(Unl|L)ockSteps|"
                     "AveragingRounds|"
-                    "Averaging(Arrive|Center|Clock|Close|Enter|Follow|Leave)|"
-                    "Averaging(Mean|OuterStep|Raise|Restore|Stage|State)|"
+                    "Averaging(Arrive|Center|Clock|Close|Drop|Enter|Follow)|"
+                    "Averaging(Join|Leave|List|Mean|OuterStep|Raise|Release)|"
+                    "Averaging(Restore|Stage|State)|"
                     "ReadPacked|AssignPacked|Bundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
       "Apply", "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",

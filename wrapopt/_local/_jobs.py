@@ -148,8 +148,8 @@ def _read(servers, found, secs):
       continue
     if part is None:
       return None
-    server = _server.Server(address, part.name, "", 0, part.settings,
-                            settings.num_workers, layout, s)
+    server = _server.Server(address, part.name, "", part.settings,
+                            settings.num_workers, layout, s, _server.Job(True))
     try:
       if not server.read(place, vectors, secs):
         return None

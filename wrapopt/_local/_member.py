@@ -63,17 +63,25 @@ class Member:
     self._rules = rules
     self.place = None
     self.center = None
+    self._velocities = ()  # Of a center from a checkpoint.
+    self._left = ()  # The names of workers.
 
-  def start(self, initial):
+  def start(self, initial, saved=None):
     """Takes the center; `initial` becomes it if no server has one.
 
     Args:
       initial: A vector for each group of the center.
+      saved: (round, center, velocities) of a checkpoint, as of `restore`; or
+        None.
     """
     def take():
+      if saved:
+        self._lead.join()  # The servers may take its center.
       place = self._settle(initial)
       self._lead.join()
       return self._pull(place)
+    if saved:
+      self._hold(*saved)
     self._until_deadline(take)
 
   def sync(self, vectors, weight):
@@ -107,22 +115,30 @@ class Member:
       return self._read(place, vectors, velocities) and (place, vectors)
     return self._until_deadline(read)
 
-  def offer(self, round_, center, velocities):
-    """Makes a center that of all servers, unless theirs is of a later round.
+  def restore(self, round_, center, velocities):
+    """The servers take a center, unless they have a later one.
+
+    If a server has lost its part of a later one, they wait for a worker that
+    holds it, as in `_settle`.
 
     Args:
       round_: Its round.
       center: A vector for each group.
       velocities: The same, or none.
     """
-    def offer():
-      states, _ = self._states()
-      rounds = [s.place[0] for s in states]
-      if max(rounds) > round_ or min(rounds) == round_:
-        return True
-      self._restore(states, (round_, -1), center, velocities)
-      return False
-    self._until_deadline(offer)
+    if self.place[0] <= round_:
+      self._hold(round_, center, velocities)
+    self.start(None)
+
+  def is_current(self):
+    """Whether no round has ended since this worker took the center."""
+    place, = self._until_deadline(lambda: [self._settle()])
+    return place == self.place
+
+  def leave(self):
+    """Lets rounds go on without this worker, until it takes part again."""
+    self._until_deadline(lambda: self._lead.leave() or True)
+    self.close()
 
   def close(self):
     for server in self._servers:
@@ -163,7 +179,7 @@ class Member:
         f"Worker '{self._name}' found no center on the servers within {secs} "
         f"seconds. {'; '.join(s.look() for s in self._servers)}. Start the "
         "servers that are missing, correct their addresses, or wait longer; if "
-        "all were lost, restore a checkpoint."
+        "they have lost it, restore a checkpoint (`checkpoint=`)."
         + (f" Last error: {failed.message}" if failed else ""))) from failed
 
   def _left(self):
@@ -192,7 +208,7 @@ class Member:
         pushed = self._push(known, vectors, weight)
       finally:
         if not pushed:
-          self._lead.leave(known.turn)
+          self._lead.release(known.turn)
       if not pushed:
         return False
     # `_left`: waiting for a turn, behind a worker that stopped, may have taken
@@ -237,8 +253,13 @@ class Member:
     vectors = self._layout.empty()
     if not self._read(place, vectors):
       return False
-    self.place, self.center = place, vectors
+    self.place, self.center, self._velocities = place, vectors, ()
     return True
+
+  def _hold(self, round_, center, velocities):
+    """Holds the center of a checkpoint, as if this worker had taken it."""
+    self.place = round_, -1
+    self.center, self._velocities = center, velocities
 
   def _read(self, place, vectors, velocities=False):
     return all(s.read(place, vectors, self._left(), velocities)
@@ -251,6 +272,8 @@ class Member:
       states, (known, *_) = zip(*[s.state() for s in self._servers])
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
+        if states[0].values:  # Otherwise it knows nobody.
+          self._left = states[0].left
         return states, known
       before = states
 
@@ -269,6 +292,13 @@ class Member:
       states, known = self._states()
       lead, *others = states
       latest = max(s.place[0] for s in states)
+      if lead.is_anew and self.place[0] <= lead.place[0]:
+        raise tf.errors.InvalidArgumentError(None, None, (
+            f"Worker '{self._name}' must hold the latest center of its job, "
+            f"got round {self.place[0]}: the servers have lost it, and are in "
+            f"round {lead.place[0]} of a job that others have begun anew. "
+            "Restart this worker to take that center; or end the others, drop "
+            "the job and restore a checkpoint."))
       if all(s.values and s.place == lead.place for s in states) and (
           self.place is None or self.place[0] <= latest):
         return lead.place
@@ -281,20 +311,23 @@ class Member:
         self._step(known)
         continue
       if self.place is None:
-        if latest <= 0 and initial is not None and not any(
+        # The lead gets its part last: another server has lost its own, or is
+        # not that of the other workers.
+        if latest <= 0 and initial is not None and not lead.values and not any(
             s.of_other_job for s in others):
           self._restore(states, (0, -1), initial, ())
           continue
       elif self.place[0] >= latest or now > (
           self._begun + self._rules.round_timeout_secs / 2):
-        self._restore(states, self.place, self.center, ())
+        self._restore(states, self.place, self.center, self._velocities)
         continue
       if now > self._deadline:
         raise tf.errors.DeadlineExceededError(None, None, (
             "Some servers have lost their center, and no worker that holds it "
             f"came within {self._rules.round_timeout_secs} seconds: start a "
-            "worker that has it again, or start all servers anew and restore "
-            "a checkpoint. Open rounds: " + ", ".join(
+            "worker that has it again, give the servers that the other workers "
+            "have, or restore a checkpoint (`checkpoint=`). Open rounds: "
+            + ", ".join(
                 f"{server.address}: {s.place[0]}"
                 for server, s in zip(self._servers, states))))
       time.sleep(_POLL_SECS)
@@ -318,7 +351,7 @@ class Member:
       if self._states()[0] == states:
         self._restore_in_turn(known, states, held, center, velocities)
     finally:
-      self._lead.leave(known.turn)
+      self._lead.release(known.turn)
 
   def _restore_in_turn(self, known, states, held, center, velocities):
     # Later than that of a worker whose servers have lost all.
@@ -326,6 +359,8 @@ class Member:
                      1 + max(s.place[1] for s in states))
     place = held[0], generation
     known = known.at(place)
+    for worker in self._left:
+      self._lead.tell_left(worker)
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):
         server.stage(known, 1.0, center, velocities)

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import secrets
 import socket
 import time
 import typing
@@ -87,6 +88,8 @@ class State(typing.NamedTuple):
     velocities: The number of velocities.
     of_other_job: Whether the center is of a job that another server leads, or
       that this one led before it was restarted.
+    is_anew: Whether its job has begun anew, without this worker's center.
+    left: The names of the workers that have left; of the server that leads.
   """
   place: tuple
   closed: bool
@@ -94,53 +97,65 @@ class State(typing.NamedTuple):
   values: int
   velocities: int
   of_other_job: bool = False
+  is_anew: bool = False
+  left: tuple = ()
 
 
 class Job:
   """The job that a worker is part of, which all of its servers serve.
 
-  The rounds that lead when a job begins give it their number. A worker that
-  resumes and finds no center begins without a number: it does not know whether
-  others have a center.
+  Its number tells who has begun it: more than 0 a worker that does not resume.
+  A worker that resumes does not know whether others hold a center. It begins
+  with less than 0, the time: of two such jobs, the older one goes on.
+
+  Attributes:
+    resumes: Whether the worker may take the center that its name has left.
+    process: A number that no other process has.
   """
 
   def __init__(self, resumes):
-    """Makes it.
-
-    Args:
-      resumes: Whether the worker may take the center that its name has left.
-    """
     self.resumes = resumes
+    self.process = secrets.randbits(62) + 1
+    self._began = time.time_ns() // 10**6
     self._number = self._next = 0
     self._lead_holds = False
+
+  def leave(self):
+    """The worker comes back as another process, which resumes."""
+    self.resumes = True
+    self.process = secrets.randbits(62) + 1
 
   @property
   def number(self):
     """That of a center to restore."""
     return self._number or self._next
 
-  def is_other(self, leads, holds, rounds, number):
-    """Whether a server's center is of another job.
-
-    Call it with what all servers tell, the lead first.
+  def look(self, leads, holds, rounds, number):
+    """Looks at what all servers tell, the lead first.
 
     Args:
       leads: Whether the server leads.
       holds: Whether it holds a center.
       rounds: The number of its rounds.
       number: That of the job that trains the center.
+
+    Returns:
+      Whether the center is of another job, and whether its job has begun anew
+      without this worker's center.
     """
     if leads:
       self._lead_holds = holds
-      self._next = 0 if self.resumes else rounds
-      if holds and not self._number:
+      self._next = -self._began if self.resumes else rounds
+      if holds and (not self._number or self._number < 0 and (
+          number > 0 or number > self._number)):
         self._number = number
-    return holds and number not in (0, self.number)
+    return (holds and number > 0 and number != self.number,
+            holds and number < 0 and self._number not in (0, number))
 
   def check(self, address, state):
     """Raises an error if another job has the servers."""
     # A lead without a center was restarted: workers then restore it.
-    if self._lead_holds and state.of_other_job:
+    if self._lead_holds and self._number > 0 and state.of_other_job:
       raise tf.errors.InvalidArgumentError(None, None, (
           f"server {address} must hold a center of this worker's job, got "
           f"round {state.place[0]} of another job of the same name: all "
@@ -179,15 +194,14 @@ class Server:
       `time.monotonic`.
   """
 
-  def __init__(self, address, name, worker, process, settings, num_workers,
-               layout, index, job=None):
+  def __init__(self, address, name, worker, settings, num_workers, layout,
+               index, job):
     self.address = address
     self.deadline = math.inf
     self._worker = worker
-    self._process = process
     self._layout = layout
     self._leads = index == 0
-    self._job = job or Job(True)
+    self._job = job
     self._pieces = layout.pieces[index]
     self._stepped = layout.stepped[index]
     self._session = None
@@ -223,7 +237,10 @@ class Server:
         "timeout_secs"))
     self._arrive = raw.wrapopt_averaging_arrive(
         rounds, **get("worker", "known"))
-    self._leave = raw.wrapopt_averaging_leave(rounds, **get("worker", "turn"))
+    self._release = raw.wrapopt_averaging_release(
+        rounds, **get("worker", "turn"))
+    self._leave = raw.wrapopt_averaging_leave(
+        rounds, **get("worker", "process"))
     self._follow = raw.wrapopt_averaging_follow(rounds, fed["known"])
     self._close = raw.wrapopt_averaging_close(rounds, **get(
         "place", "min_workers", "timeout_secs", "grace_secs"))
@@ -282,7 +299,7 @@ class Server:
     return f"{self.address} {what}"
 
   def _run(self, fetches, wait_secs=None, **values):
-    values.update(worker=self._worker, process=self._process)
+    values = {"worker": self._worker, "process": self._job.process, **values}
     if wait_secs is None:
       secs = min(_CALL_SECS, max(self.deadline - time.monotonic(),
                                  _ANSWER_SECS))
@@ -312,12 +329,13 @@ class Server:
 
   def state(self):
     """A State, and what the server knows."""
-    _, texts, numbers = self._run(tuple(self._state))
+    _, texts, numbers, left = self._run(tuple(self._state))
     known = Known.read(texts)
     values, velocities, _, rounds, job = map(int, numbers)
     state = State(
         known.place, known.closed, known.workers, values, velocities,
-        self._job.is_other(self._leads, values > 0, rounds, job))
+        *self._job.look(self._leads, values > 0, rounds, job),
+        tuple(name.decode() for name in left))
     self._job.check(self.address, state)
     return state, known
 
@@ -367,10 +385,19 @@ class Server:
     accepted, texts = self._run(tuple(self._arrive), known=known.texts)
     return accepted, Known.read(texts)
 
-  def leave(self, turn=-1):
+  def release(self, turn=-1):
     """Gives up a turn, and ends this worker's reading."""
     if not self._is_interrupted:  # The server may have stopped.
-      self._run(self._leave, turn=turn)
+      self._run(self._release, turn=turn)
+
+  def leave(self):
+    """Lets rounds go on without this worker, at the server that leads."""
+    self._run(self._leave)
+    self._job.leave()
+
+  def tell_left(self, worker):
+    """Tells the server that leads, if it was restarted, who has left."""
+    self._run(self._leave, worker=worker, process=0)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""
@@ -412,5 +439,5 @@ class Server:
       if not is_current:
         break
       vectors[p.group][p.begin:p.end] = value
-    self.leave()
+    self.release()
     return is_current

@@ -1,6 +1,7 @@
 """What LocalSGD and DiLoCo share."""
 
-import secrets
+import itertools
+import os
 import sys
 
 import numpy as np
@@ -54,7 +55,7 @@ class LocalTraining(trackable.Trackable):
   def __init__(self, variables, servers, worker, num_workers, sync_every,
                min_workers, round_timeout_secs, grace_secs, weight,
                local_weight, averaged, learning_rate, momentum, most_pushes,
-               progress, only_finite, name, resume):
+               progress, only_finite, name, resume, checkpoint):
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
@@ -97,8 +98,7 @@ class LocalTraining(trackable.Trackable):
           "them, or load weights.")
 
     resume = _checks.boolean("resume", resume)
-
-    described = [
+    described = self._described = [
         _settings.Variable(getattr(v, "path", v.name), x.shape.as_list(),
                            x.dtype, i >= len(self._stepped))
         for i, (v, x) in enumerate(
@@ -107,11 +107,11 @@ class LocalTraining(trackable.Trackable):
         subject, len(servers), num_workers, learning_rate, momentum, weight,
         described)
     self._layout = _layout.Layout(described, len(servers))
-    process, job = secrets.randbits(62) + 1, _server.Job(resume)
+    job = _server.Job(resume)
     self._member = _member.Member(
         worker,
-        [_server.Server(address, name, worker, process, settings.write(s),
-                        num_workers, self._layout, s, job)
+        [_server.Server(address, name, worker, settings.write(s), num_workers,
+                        self._layout, s, job)
          for s, address in enumerate(servers) if self._layout.pieces[s]],
         self._layout,
         _member.Rules(min_workers, float(round_timeout_secs), grace_secs,
@@ -130,7 +130,8 @@ class LocalTraining(trackable.Trackable):
                                name="held")
     self.report = None
     self._member.start(
-        self._layout.flatten(initial, self._layout.center_dtypes))
+        self._layout.flatten(initial, self._layout.center_dtypes),
+        checkpoint and self._read_checkpoint(checkpoint))
     self._assign(self._from_center())
 
   @property
@@ -210,9 +211,37 @@ class LocalTraining(trackable.Trackable):
 
     tf.cond(count >= self.sync_every, sync, lambda: tf.constant(0))
 
+  def leave(self):
+    """Lets rounds go on without this worker: it is done.
+
+    From now on, no round waits for it, and it counts as one of `min_workers`.
+    The last worker goes on alone. The variables stay as they are: the steps
+    since the last round are this worker's own. If it calls `step`,
+    `take_center` or `leave` again, it comes back.
+
+    A `with` block calls it at its end. If the block ends with an exception, it
+    only calls `close`, so the worker is missing.
+
+    Raises:
+      tf.errors.DeadlineExceededError: If the server that leads does not answer
+        within `round_timeout_secs`.
+      tf.errors.InvalidArgumentError: If another process has taken the worker's
+        name.
+    """
+    self._member.leave()
+
   def close(self):
-    """Ends the sessions with the servers."""
+    """Ends the sessions with the servers, and does not tell them.
+
+    Rounds wait for the worker, as for one that was killed.
+    """
     self._member.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, cls, *_):
+    self.leave() if cls is None else self.close()
 
   @property
   def _state(self):
@@ -222,10 +251,11 @@ class LocalTraining(trackable.Trackable):
   def holds_center(self):
     """Whether the variables were trained from the center of the open round.
 
-    They were not if a checkpoint was restored, or a round ended in an error.
-    Eager. Returns a bool.
+    They were not if a checkpoint was restored, a round ended in an error, or
+    others have ended it meanwhile. Eager: asks the servers. Returns a bool.
     """
-    return int(self._held.numpy()) == self.round
+    return (int(self._held.numpy()) == self.round and
+            self._member.is_current())
 
   def scalars(self):
     """The numbers of the last round for TensorBoard, a dict by name, or {}.
@@ -364,7 +394,8 @@ class LocalTraining(trackable.Trackable):
 
   def _serialize_to_tensors(self):
     place, center = self._member.read()
-    tensors = {"round": tf.constant(place[0], tf.int64)}
+    tensors = {"round": tf.constant(place[0], tf.int64),
+               "variables": tf.constant([v.write() for v in self._described])}
     tensors.update((f"center_{g}", tf.constant(x))
                    for g, x in enumerate(center))
     if self._has_velocities:
@@ -376,18 +407,55 @@ class LocalTraining(trackable.Trackable):
     return tensors
 
   def _restore_from_tensors(self, restored_tensors):
-    get = lambda what: [
-        restored_tensors[key].numpy()
-        for key in sorted(restored_tensors) if key.startswith(what)]
+    self._member.restore(*self._saved(
+        {key: x.numpy() for key, x in restored_tensors.items()}))
+    # The next step takes the center, after all variables were restored.
+    self._held.assign(-1)
+    self._steps.assign(self.sync_every)
+
+  def _read_checkpoint(self, path):
+    """As `_saved`; None if `path` is a directory without checkpoints."""
+    path = os.fspath(path)
+    if tf.io.gfile.isdir(path):
+      path = tf.train.latest_checkpoint(path)
+      if path is None:
+        return None
+    reader = tf.train.load_checkpoint(path)
+    objects = {}  # Their tensors, by the names of objects that have a center.
+    for key in reader.get_variable_to_shape_map():
+      name, _, tensor = key.rpartition("/.ATTRIBUTES/")
+      objects.setdefault(name, {})[tensor] = key
+    objects = {name: keys for name, keys in objects.items()
+               if {"round", "center_0", "variables"} <= keys.keys()}
+    if len(objects) != 1:
+      raise ValueError(
+          "`checkpoint` must be of a tf.train.Checkpoint with one LocalSGD or "
+          f"DiLoCo, got {path!r} with {len(objects)} of them"
+          + (f": {', '.join(sorted(objects))}" if objects else "") + ".")
+    (_, keys), = objects.items()
+    return self._saved({tensor: reader.get_tensor(key)
+                        for tensor, key in keys.items()})
+
+  def _saved(self, tensors):
+    """(round, center, velocities) of the tensors of a checkpoint, by name."""
+    described = [
+        _settings.Variable.read(text.decode()) for text in tensors["variables"]]
+    for i, (got, v) in enumerate(itertools.zip_longest(
+        described, self._described)):
+      if got is None or v is None or got[1:] != v[1:]:
+        raise ValueError(
+            "A checkpoint must have the center of the same variables, in the "
+            f"same order, got for variable {i}: {got and got.write()!r} in the "
+            f"file, {v and v.write()!r} here.")
+    get = lambda what: [tensors[key] for key in sorted(tensors)
+                        if key.startswith(what)]
     center, velocities = get("center_"), get("velocity_")
     if self._only_finite and not all(
         np.isfinite(x).all() for x in [*center, *velocities]):
       raise ValueError("The center and the velocity of a checkpoint must be "
                        "finite, got NaN or infinity: restore an earlier one.")
-    self._member.offer(int(restored_tensors["round"]), center, velocities)
-    # The next step takes the center, after all variables were restored.
-    self._held.assign(-1)
-    self._steps.assign(self.sync_every)
+    return (int(tensors["round"]), center,
+            velocities if self._has_velocities else [])
 
 
 def _variables(subject, variables):

@@ -21,7 +21,8 @@ class LocalRounds(keras.callbacks.Callback):
 
   `fit` ends with the weights of this worker: the last center, and the steps
   that this worker has taken since; with the averages, if the optimizer averages
-  them. With `end_with_center=True`, it ends with the last center.
+  them. With `end_with_center=True`, it ends with the last center. Then the
+  worker leaves: see `leave_at_end`.
 
   The `logs` of an epoch have the `scalars()` of its last round. So a
   `keras.callbacks.TensorBoard` that comes after this callback writes
@@ -39,7 +40,8 @@ class LocalRounds(keras.callbacks.Callback):
   Give that callback and this one directories to let a killed job go on: that
   one has the optimizer's state and the epoch, this one the center, its velocity
   and its round. The program makes `local` with `resume=True`, since servers may
-  still have the job's center.
+  still have the job's center, and with the `checkpoint=` of the directory
+  "center" in that of this callback, since they may have lost it.
 
   Example:
 
@@ -52,7 +54,8 @@ class LocalRounds(keras.callbacks.Callback):
   def __init__(self, local: Union[LocalSGD, DiLoCo], *,
                batch_size: Optional[int] = None,
                backup_dir: Optional[str] = None,
-               end_with_center: bool = False) -> None:
+               end_with_center: bool = False,
+               leave_at_end: bool = True) -> None:
     """Makes the callback.
 
     Args:
@@ -65,6 +68,9 @@ class LocalRounds(keras.callbacks.Callback):
         suffices, with a directory of its own.
       end_with_center: Whether the model has the center of the servers when
         `fit` ends, and not the weights of this worker.
+      leave_at_end: Whether the worker leaves when `fit` ends, so that others go
+        on without it. Its next `fit` comes back. With False, rounds wait for it
+        between two calls of `fit`; call `local.leave()` after the last one.
 
     Raises:
       TypeError: If `local` is neither a LocalSGD nor a DiLoCo.
@@ -78,6 +84,7 @@ class LocalRounds(keras.callbacks.Callback):
       batch_size = _checks.integer("batch_size", batch_size, least=1)
     self._local, self._batch_size = local, batch_size
     self._end_with_center = _checks.boolean("end_with_center", end_with_center)
+    self._leave_at_end = _checks.boolean("leave_at_end", leave_at_end)
     self._folder = backup_dir and os.path.join(backup_dir, "center")
     self._checksum = _checksum(local.variables)
 
@@ -129,6 +136,8 @@ class LocalRounds(keras.callbacks.Callback):
     if self._end_with_center:
       self._local.take_center()
       self._checksum = _checksum(self._local.variables)
+    if self._leave_at_end:
+      self._local.leave()
 
 
 def _checksum(values):
