@@ -303,11 +303,11 @@ WAITS = ("close", "enter")
 
 
 def waits_of(handle, begun):
-  """Both kinds of waits, in the current graph: a turn of "x" is alive."""
-  turn = averaging_task.enter(handle, "x")
+  """Both kinds of waits, in the current graph: a turn of "a" is alive."""
+  turn = averaging_task.enter(handle, "a")
   with tf.control_dependencies([begun.node(), turn]):
     return {"close": averaging_task.closed(handle, 2),
-            "enter": averaging_task.enter(handle, "y", most_turns=1)}
+            "enter": averaging_task.enter(handle, "b", most_turns=1)}
 
 
 def no_wait_is_left(run, handle):

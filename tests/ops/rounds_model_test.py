@@ -328,7 +328,7 @@ class Rounds(stateful.RuleBasedStateMachine):
   @stateful.invariant()
   def states(self):
     for server, model in enumerate(self.models):
-      place, known, numbers = self.run("state", server)
+      place, known, numbers, _ = self.run("state", server)
       assert tuple(place.numpy()) == model.place
       assert Known.read(known.numpy()) == model.known()._replace(
           workers=tuple(sorted(model.members)))

@@ -64,7 +64,7 @@ class Member:
     self.place = None
     self.center = None
     self._velocities = ()  # Of a center from a checkpoint.
-    self._left = ()  # The names of workers.
+    self._have_left = ()  # The names of workers.
 
   def start(self, initial, saved=None):
     """Takes the center; `initial` becomes it if no server has one.
@@ -273,7 +273,7 @@ class Member:
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
         if states[0].values:  # Otherwise it knows nobody.
-          self._left = states[0].left
+          self._have_left = states[0].left
         return states, known
       before = states
 
@@ -359,7 +359,7 @@ class Member:
                      1 + max(s.place[1] for s in states))
     place = held[0], generation
     known = known.at(place)
-    for worker in self._left:
+    for worker in self._have_left:
       self._lead.tell_left(worker)
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):
