@@ -67,6 +67,10 @@ class Killed(BaseException):
   """Unwinds the thread of a worker that was killed."""
 
 
+class Restart(Exception):
+  """Ends a process, whose worker then comes back as another one."""
+
+
 def error(code, text):
   return _CODES[code](None, None, text)
 
@@ -94,6 +98,7 @@ class Thread:
     self.stopped_until = 0.0
     self.stopped_secs = 0.0
     self.skew = 0.0
+    self.took_at = 0.0  # When it began to take its center.
 
   def start(self):
     thread = threading.Thread(target=self._main, daemon=True)
@@ -241,7 +246,7 @@ class Known:
   @staticmethod
   def read(texts):
     return _rounds.Known([int(x) for x in texts[0].split()],
-                         [x.decode() for x in texts[1:]])
+                         list(dict.fromkeys(x.decode() for x in texts[1:])))
 
 
 class Server:
@@ -260,6 +265,8 @@ class Server:
     self.incarnation += 1
     self.is_up = True
     self.rounds = _rounds.Server("sim", self._num_workers)
+    self.id = self.world.random_number()
+    self.job = 0
     self.values, self.velocities = [], []
     self.mean, self.weight = [], 0.0
     self._ring = math.inf
@@ -354,18 +361,18 @@ class Server:
       except tf.errors.OpError as e:
         return reply(None, e)
       return reply(value, None)
-    kwargs = {k: int(v) if k in ("process", "most_turns", "min_workers")
-              else v for k, v in kwargs.items()}
     call.cancel = self.rounds.start(done=done, **kwargs)
     return NotImplemented
 
   def _state(self, call, reply, **_):
     known = self.rounds.known()
-    return known.place, known.texts, (
-        len(self.values), len(self.velocities), self.rounds.staged(), 1, 0)
+    numbers = (len(self.values), len(self.velocities), self.rounds.staged(),
+               self.id, self.job)
+    left = [name.encode() for name in self.rounds.left()]
+    return known.place, known.texts, numbers, left
 
-  def _join(self, call, reply, **_):
-    return 1  # All workers resume.
+  def _join(self, call, reply, *, worker, process, resumes):
+    return mapped(self.rounds.join, worker, process, resumes)
 
   def _enter(self, call, reply, *, worker, process, place, most_turns,
              turn_secs, timeout_secs):
@@ -391,13 +398,13 @@ class Server:
                        worker=worker, timeout_secs=timeout_secs)
 
   def _stage(self, call, reply, *, worker, known, weight, count, first,
-             float64, **_):
+             float64=None, **_):
     known = Known.read(known)
     restores = known.place[1] > self.rounds.known().place[1]
     if not restores and not self.values:
       raise error(4, "must have a center before values are sent")
-    accepted = self.rounds.stage(worker, known, weight, count, first,
-                                 float64.copy())
+    values = [] if float64 is None else [float64.copy()]
+    accepted = self.rounds.stage(worker, known, weight, count, first, values)
     self._add_to_mean()
     return accepted
 
@@ -406,8 +413,11 @@ class Server:
     self._add_to_mean()
     return accepted, now.texts
 
-  def _leave(self, call, reply, *, worker, turn, **_):
-    return self.rounds.leave(worker, int(turn))
+  def _release(self, call, reply, *, worker, turn, **_):
+    return self.rounds.release(worker, int(turn))
+
+  def _leave(self, call, reply, *, worker, process):
+    return self.rounds.leave(worker, process)
 
   def _follow(self, call, reply, *, known, **_):
     accepted = self.rounds.follow(Known.read(known))
@@ -432,12 +442,12 @@ class Server:
       self.world.oracle.stepped(self, known)
     return self.rounds.known().place
 
-  def _restore(self, call, reply, *, worker, from_generation, place, **_):
+  def _restore(self, call, reply, *, worker, from_generation, place, job, **_):
     before = self.rounds.known().place
     restored, values = mapped(self.rounds.restore, worker,
                               int(from_generation), _rounds.Place(*place))
     if restored:
-      self.mean, self.weight = [], 0.0
+      self.mean, self.weight, self.job = [], 0.0, job
     if values:
       n = self.world.num_pieces(self.index)
       self.values, self.velocities = values[:n], values[n:]
@@ -453,34 +463,42 @@ class Oracle:
     self._world = world
     self.meant = {}  # (worker, round): [(vectors, weight)].
     self._held = {}  # (place, server): (center, velocity).
-    self._of_round = {}  # (round, server): the bytes of its centers.
+    # (round, server): by the bytes of its centers, the first center of each.
+    self._of_round = {}
+    self._jobs = {}  # place: the job of the center.
     self._chosen = {}  # place: which of `meant` each member may have sent.
     self.members = {}  # The place of the round that ended: its members.
 
   def mean_to_send(self, worker, round_, vectors, weight):
     self.meant.setdefault((worker, round_), []).append((vectors, weight))
 
-  def _record(self, server, velocity):
+  def _record(self, server, velocity, first):
     place = server.rounds.known().place
     center = np.concatenate(server.values)
     key = place, server.index
     if key in self._held and not np.array_equal(self._held[key][0], center):
       raise Violation(f"server {server.index} has two centers of {place}")
     self._held[key] = center, velocity
-    self._of_round.setdefault((place[0], server.index), set()).add(
-        center.tobytes())
+    centers = self._of_round.setdefault((place[0], server.index), {})
+    centers.setdefault(center.tobytes(), first)
+    self._jobs[place] = server.job
 
   def restored(self, server, before, has_values):
     place = server.rounds.known().place
     center = np.concatenate(server.values)
-    if place[0] > 0 and center.tobytes() not in self._of_round.get(
-        (place[0], server.index), ()):
+    first = self._first(place[0], server.index, center)
+    if place[0] > 0 and first is None:
       raise Violation(f"server {server.index} gets a center of round "
                       f"{place[0]} that no round had")
     velocity = np.zeros_like(center)
     if not has_values:
       velocity = self._held[before, server.index][1]
-    self._record(server, velocity)
+    elif server.velocities:
+      velocity = np.concatenate(server.velocities)
+    self._record(server, velocity, first or center.tobytes())
+
+  def _first(self, round_, server, center):
+    return self._of_round.get((round_, server), {}).get(center.tobytes())
 
   def stepped(self, server, known):
     place, workers = known.place, tuple(sorted(known.workers))
@@ -505,15 +523,27 @@ class Oracle:
           f"server {server.index} has a center of {workers} in {place} that is "
           "not the rule's, or other values than the other servers")
     self._chosen[place] = chosen
-    self._record(server, right[next(iter(chosen))])
+    self._record(server, right[next(iter(chosen))],
+                 self._first(place[0], server.index, center))
 
-  def check_center(self, member):
+  def check_center(self, member, before):
     for index in range(self._world.num_servers):
       held = self._held.get((member.place, index))
       if held is None or not np.array_equal(
           held[0], self._world.part(member.center, index)):
         raise Violation(f"a worker holds a center of {member.place} that "
                         f"server {index} did not have")
+    # Of two jobs, the older one goes on, if clocks agree.
+    first = self._first_of(member.place)
+    job = self._jobs[member.place]
+    if before and first != self._first_of(before):
+      was, agree = self._jobs[before], not self._world.is_skewed
+      if agree and (was > 0 or was >= job and job < 0):
+        raise Violation(f"{member._name} of job {was} takes the center of another, "
+                        f"{job}: {before}, {member.place}")
+
+  def _first_of(self, place):
+    return self._first(place[0], 0, self._held[place, 0][0])
 
 
 class Plan:
@@ -527,10 +557,12 @@ class Plan:
     self.min_workers = rng.choice([1, 1, self.num_workers])
     self.grace = rng.choice([math.inf, math.inf, 0.0, 2.0])
     self.most_pushes = rng.choice([1, 4])
+    # Those that start first; all that are restarted resume.
+    self.resume = rng.choice([True, True, False])
     self.loss = rng.choice([0.0, 0.0, 0.005, 0.02])
     self.repeat = rng.choice([0.0, 0.02])
     self.skew = rng.choice([0.0, 100.0])
-    late = rng.choice([0.0, 0.0, 0.7 * DEADLINE_SECS])
+    late = rng.choice([0.002, 0.002, 0.7 * DEADLINE_SECS])
     self.server_starts = [rng.uniform(0, late)
                           for _ in range(self.num_servers)]
     self.worker_starts = [rng.uniform(0, late)
@@ -576,6 +608,8 @@ class World:
                     for i in range(plan.num_servers)]
     self.oracle = Oracle(self)
     self._workers = {}
+    self._all_lost_at = -1.0
+    self.is_skewed = plan.skew > 0
     self._quiet_since = None
     self._quiet_rounds = {}
     self.round = 0
@@ -644,6 +678,9 @@ class World:
     thread.baton.acquire()
 
   # The network.
+
+  def random_number(self):
+    return self._rng.getrandbits(62) + 1
 
   def delay(self):
     x = self._rng.random()
@@ -729,12 +766,17 @@ class World:
     elif not server.is_up:
       pass
     elif kind == "kill_server":
-      server.kill()
+      self._lose(server)
       self.trouble(secs)
       self.at(self.now + secs, server.start)
     else:
       server.stopped_until = self.now + secs
       self.trouble(secs)
+
+  def _lose(self, server):
+    server.kill()
+    if not any(s.is_up and s.rounds.known().place[0] > 0 for s in self.servers):
+      self._all_lost_at = self.now
 
   def alive(self, worker):
     return not worker.is_killed and not worker.is_over
@@ -748,21 +790,28 @@ class World:
     return np.concatenate([vectors[p.group][p.begin:p.end]
                            for p in self._layout.pieces[server]])
 
-  def _start_worker(self, name):
+  def _start_worker(self, name, resumes=True):
     if self._ends:
       return
-    thread = Thread(self, name, self._work)
+    thread = Thread(self, name, self._run_worker)
+    thread.resumes = resumes
     thread.skew = self._rng.uniform(-1, 1) * self._plan.skew
     self._workers[name] = thread
     thread.start()
 
+  def _run_worker(self, me):
+    try:
+      self._work(me)
+    except Restart:
+      self.at(self.now + 1.0, lambda: self._start_worker(me.name))
+
   def _work(self, me):
     plan, rng = self._plan, self._rng
     index = int(me.name[1:])
-    process = rng.getrandbits(60)
+    job = _server.Job(me.resumes)
     servers = [
-        SimulatedServer(f"s{i}", "sim", me.name, process, "",
-                        plan.num_workers, self._layout, i)
+        SimulatedServer(f"s{i}", "sim", me.name, "", plan.num_workers,
+                        self._layout, i, job)
         for i in range(plan.num_servers)]
     member = _member.Member(
         me.name, servers, self._layout, _member.Rules(
@@ -820,8 +869,12 @@ class World:
     if before and member.place[0] < before[0]:
       raise Violation(f"{me.name} went from {before} to {member.place}")
     if failed is None:
-      self.oracle.check_center(member)
+      me.took_at = begun
+      self.oracle.check_center(member, before)
       return result
+    if any(x in str(failed) for x in ("begun anew", "another job")) and (
+        self._may_begin_anew(me, begun)):
+      raise Restart() from failed
     if not isinstance(failed, tf.errors.DeadlineExceededError):
       raise Violation(f"{me.name}: {failed!r}") from failed
     if "restart" not in str(failed) and "start" not in str(failed) and (
@@ -836,6 +889,15 @@ class World:
     return [w.name for w in self._workers.values() if (
         self.alive(w) and w.member.place and w.member.place[0] >= latest)]
 
+  def _may_begin_anew(self, me, begun):
+    """Whether others may have begun anew without this worker's center."""
+    if self._all_lost_at < me.took_at:
+      return False
+    # It was in no call, had trained nothing, or waited for a session and a call
+    # that hung.
+    return self._all_lost_at < begun or me.member.place[0] == 0 or (
+        max(self._server_trouble + self._worker_trouble) > self.now - 10)
+
   def _may_fail(self, begun, failed):
     if self._quiet_rounds is None:
       return True
@@ -843,7 +905,7 @@ class World:
       # No worker knows better: do what the error says.
       for server in self.servers:
         if server.is_up:
-          server.kill()
+          self._lose(server)
           server.start()
       self.trouble(0.0)
       return True
@@ -870,6 +932,7 @@ class World:
     plan = self._plan
     clock = Clock(self)
     _member.time = _server.time = clock
+    _server.secrets = types.SimpleNamespace(randbits=self._rng.getrandbits)
     _server._Session, Session.world = Session, self
     # Calls stay in the worker's thread, which holds the baton.
     _server._interrupts = types.SimpleNamespace(run=lambda call, _: call())
@@ -877,7 +940,7 @@ class World:
       self.at(when, server.start)
       self._server_trouble.append(when)
     for i, when in enumerate(plan.worker_starts):
-      self.at(when, lambda i=i: self._start_worker(f"w{i}"))
+      self.at(when, lambda i=i: self._start_worker(f"w{i}", plan.resume))
       self._worker_trouble.append(when)
     self.current = self._main
     self.at(0, self._watch)
@@ -943,15 +1006,16 @@ class SimulatedServer(_server.Server):
     for name in ("state", "arrive"):
       setattr(self, "_" + name, [name])
     self._enter = types.SimpleNamespace(known="enter")
-    self._leave, self._follow, self._close = "leave", "follow", "close"
-    self._join = "join"
-    self._step, self._restore = "step", "restore"
-    self._stage = {tf.float64: "stage"}
+    for name in ("join", "release", "leave", "follow", "close", "step",
+                 "restore"):
+      setattr(self, "_" + name, name)
+    self._stage = {tf.float64: "stage", None: "stage"}
     self.look = lambda: f"{self.address} is simulated"
     self._center = {(tf.float64, v): ["center"] for v in (False, True)}
 
 
-_REPEATABLE = ("state", "join", "arrive", "leave", "follow", "step", "restore")
+_REPEATABLE = ("state", "join", "arrive", "release", "leave", "follow", "step",
+               "restore")
 _VARIABLES = [_settings.Variable("v", [5], tf.float64, False)]
 
 
