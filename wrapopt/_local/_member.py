@@ -269,7 +269,8 @@ class Member:
     """The states of all servers at one time, and what the lead knows then."""
     before = None
     while True:
-      states, (known, *_) = zip(*[s.state() for s in self._servers])
+      states, (known, *_) = zip(*[
+          s.state(self.place is not None) for s in self._servers])
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
         if states[0].values:  # Otherwise it knows nobody.
