@@ -67,8 +67,12 @@ class Killed(BaseException):
   """Unwinds the thread of a worker that was killed."""
 
 
-class Restart(Exception):
-  """Ends a process, whose worker then comes back as another one."""
+class Leave(Exception):
+  """Ends a process. Its worker comes back as another one after some seconds."""
+
+  def __init__(self, secs=math.inf):
+    super().__init__()
+    self.secs = secs
 
 
 def error(code, text):
@@ -99,6 +103,7 @@ class Thread:
     self.stopped_secs = 0.0
     self.skew = 0.0
     self.took_at = 0.0  # When it began to take its center.
+    self.knows_left = set()  # The names of workers, as a lead has told.
 
   def start(self):
     thread = threading.Thread(target=self._main, daemon=True)
@@ -172,6 +177,7 @@ class Call:
     self.op, self.feeds = op, feeds
     self.answer = None  # (value, error).
     self.cancel = None
+    self.waits = True  # At the server.
 
   def end(self, value=None, lost=None):
     if self.answer is None:
@@ -221,6 +227,8 @@ class Session:
     world.count_call(call)
     if lost is not None:
       raise lost
+    if op == "state" and server.index == 0 and value[2][0]:
+      me.knows_left.update(name.decode() for name in value[3])
     return value
 
   def _wait(self, call, secs):
@@ -297,7 +305,10 @@ class Server:
       return world.at(self.stopped_until, lambda: self.deliver(call, replies))
     if call.session.incarnation != self.incarnation:
       return call.end(lost=error(1, "Session handle is not found"))
-    reply = lambda value, lost: replies and self._reply(call, value, lost)
+    def reply(value, lost):
+      call.waits = False
+      if replies:
+        self._reply(call, value, lost)
     self.calls.add(call)
     self.rounds.set_now(world.now)
     try:
@@ -309,6 +320,20 @@ class Server:
       if value is not NotImplemented:
         reply(value, None)
     self._watch_timer()
+    if self.index == 0:
+      self._check_waits()
+
+  def _check_waits(self):
+    """A round does not wait for workers that have left."""
+    world, known = self.world, self.rounds.known()
+    if int(known.texts[0].split()[2]) or not known.workers or not any(
+        call.op == "close" and call.waits and call.feeds["place"] == known.place
+        for call in self.calls):
+      return
+    missing = world.names - {*known.workers}
+    if missing and all(world.must_know_left(w, known.workers) for w in missing):
+      raise Violation(f"round {known.place} of {known.workers} waits for "
+                      f"{missing}, who have left")
 
   def _reply(self, call, value, lost):
     world = self.world
@@ -569,6 +594,14 @@ class Plan:
                           for _ in range(self.num_workers)]
     self.train_secs = [rng.choice([0.5, 0.5, 2.0, 1.2 * DEADLINE_SECS])
                        for _ in range(self.num_workers)]
+    # Of some workers: after how many rounds they leave, for how long, and how
+    # they come back.
+    self.leaves = {}
+    for i in range(rng.choice([0, 0, self.num_workers])):
+      if rng.random() < 0.6:
+        self.leaves[f"w{i}"] = (
+            rng.randrange(1, 10), rng.choice([0.5, 5.0, 1.5 * DEADLINE_SECS]),
+            rng.choice(["call", "process", "never"][:3 if i else 2]))
     self.faults = []  # (at which call, kind, target, seconds), sorted.
     at = 0
     per_round = self.num_workers * (6 + 6 * self.num_servers)
@@ -610,6 +643,10 @@ class World:
     self._workers = {}
     self._all_lost_at = -1.0
     self.is_skewed = plan.skew > 0
+    self.names = {f"w{i}" for i in range(plan.num_workers)}
+    self._leaves = dict(plan.leaves)
+    self._has_left = {}  # By name: the incarnation of the lead that knows it.
+    self._gone = set()  # Those that do not come back.
     self._quiet_since = None
     self._quiet_rounds = {}
     self.round = 0
@@ -793,6 +830,8 @@ class World:
   def _start_worker(self, name, resumes=True):
     if self._ends:
       return
+    self._has_left.pop(name, None)
+    self._gone.discard(name)
     thread = Thread(self, name, self._run_worker)
     thread.resumes = resumes
     thread.skew = self._rng.uniform(-1, 1) * self._plan.skew
@@ -802,8 +841,9 @@ class World:
   def _run_worker(self, me):
     try:
       self._work(me)
-    except Restart:
-      self.at(self.now + 1.0, lambda: self._start_worker(me.name))
+    except Leave as e:
+      if e.secs < math.inf:
+        self.at(self.now + e.secs, lambda: self._start_worker(me.name))
 
   def _work(self, me):
     plan, rng = self._plan, self._rng
@@ -822,7 +862,11 @@ class World:
                for x in self._layout.empty()]
     while not self._try(me, member, lambda: member.start(initial)):
       pass
+    rounds = 0
     while self._quiet_rounds is not None:
+      if me.name in self._leaves and rounds >= self._leaves[me.name][0]:
+        self._leave(me, member)
+      rounds += 1
       secs = plan.train_secs[index] if self._quiet_since is None else 0.5
       me.sleep(secs * (0.5 + rng.random()))
       vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
@@ -841,6 +885,27 @@ class World:
         raise Violation(f"{me.name} is said to count in {before}")
       self._note_round(me, report)
 
+  def _leave(self, me, member):
+    incarnation = self.servers[0].incarnation
+    if not self._try(me, member, member.leave):
+      return
+    _, secs, way = self._leaves.pop(me.name)
+    self._has_left[me.name] = incarnation
+    if way == "never":
+      self._gone.add(me.name)
+      raise Leave()
+    if way == "process":
+      raise Leave(secs)
+    me.sleep(secs)
+    self._has_left.pop(me.name, None)
+
+  def must_know_left(self, name, members):
+    """Whether the lead must know that a worker has left."""
+    return name in self._has_left and (
+        self._has_left[name] == self.servers[0].incarnation or any(
+            name in self._workers[w].knows_left for w in members
+            if w in self._workers))
+
   def _note_round(self, me, report):
     if self._quiet_rounds is None:
       return
@@ -850,8 +915,8 @@ class World:
     if report.counted or self._plan.grace < math.inf:
       counts = self._quiet_rounds
       counts[me.name] = counts.get(me.name, 0) + 1
-      if len(counts) == self._plan.num_workers and (
-          min(counts.values()) >= QUIET_ROUNDS):
+      if all(counts.get(name, 0) >= QUIET_ROUNDS
+             for name in self.names - self._gone):
         self._quiet_rounds = None  # All is well.
 
   def _try(self, me, member, call):
@@ -869,12 +934,13 @@ class World:
     if before and member.place[0] < before[0]:
       raise Violation(f"{me.name} went from {before} to {member.place}")
     if failed is None:
-      me.took_at = begun
+      if member.place != before:
+        me.took_at = begun
       self.oracle.check_center(member, before)
       return result
     if any(x in str(failed) for x in ("begun anew", "another job")) and (
         self._may_begin_anew(me, begun)):
-      raise Restart() from failed
+      raise Leave(1.0) from failed
     if not isinstance(failed, tf.errors.DeadlineExceededError):
       raise Violation(f"{me.name}: {failed!r}") from failed
     if "restart" not in str(failed) and "start" not in str(failed) and (
@@ -887,7 +953,7 @@ class World:
     """The workers that hold a center of the latest round."""
     latest = max(s.rounds.known().place[0] for s in self.servers if s.is_up)
     return [w.name for w in self._workers.values() if (
-        self.alive(w) and w.member.place and w.member.place[0] >= latest)]
+        self.alive(w) and w.name not in self._has_left and w.member.place and w.member.place[0] >= latest)]
 
   def _may_begin_anew(self, me, begun):
     """Whether others may have begun anew without this worker's center."""
@@ -908,6 +974,12 @@ class World:
           self._lose(server)
           server.start()
       self.trouble(0.0)
+      return True
+    unknown = [w for w in self._gone if not self.must_know_left(w, self.names)]
+    if "but needs" in str(failed) and unknown:
+      # The lead was lost before it has told others.
+      for name in unknown:
+        self._start_worker(name)
       return True
     # A fault that ended long ago is no reason.
     recently = self.now - DEADLINE_SECS / 2 + 2
