@@ -403,8 +403,8 @@ class Server:
     self._job.leave()
 
   def tell_left(self, worker):
-    """Tells the server that leads, if it was restarted, who has left."""
-    self._run(self._leave, worker=worker, process=0)
+    """Tells the server that leads of another worker: whether it has left."""
+    return self._run(self._leave, worker=worker, process=0)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""
