@@ -103,7 +103,8 @@ class Thread:
     self.stopped_secs = 0.0
     self.skew = 0.0
     self.took_at = 0.0  # When it began to take its center.
-    self.knows_left = set()  # The names of workers, as a lead has told.
+    # The names of workers: told last, and told before it entered.
+    self.hears_left, self.knows_left = set(), set()
 
   def start(self):
     thread = threading.Thread(target=self._main, daemon=True)
@@ -227,8 +228,10 @@ class Session:
     world.count_call(call)
     if lost is not None:
       raise lost
-    if op == "state" and server.index == 0 and value[2][0]:
-      me.knows_left.update(name.decode() for name in value[3])
+    if op == "state" and server.index == 0:
+      me.hears_left = {name.decode() for name in value[3] if value[2][0]}
+    elif op == "enter":
+      me.knows_left |= me.hears_left
     return value
 
   def _wait(self, call, secs):
@@ -594,14 +597,17 @@ class Plan:
                           for _ in range(self.num_workers)]
     self.train_secs = [rng.choice([0.5, 0.5, 2.0, 1.2 * DEADLINE_SECS])
                        for _ in range(self.num_workers)]
-    # Of some workers: after how many rounds they leave, for how long, and how
-    # they come back.
+    # Of some workers: after how many rounds they leave, for how long, how they
+    # come back, and the faults soon after.
     self.leaves = {}
     for i in range(rng.choice([0, 0, self.num_workers])):
       if rng.random() < 0.6:
         self.leaves[f"w{i}"] = (
             rng.randrange(1, 10), rng.choice([0.5, 5.0, 1.5 * DEADLINE_SECS]),
-            rng.choice(["call", "process", "never"][:3 if i else 2]))
+            rng.choice(["call", "process", "never"][:3 if i else 2]),
+            [[rng.randrange(40), "kill_server", 0, 1.0],
+             [rng.randrange(40), "kill_worker", rng.randrange(12), 1.0],
+            ][:rng.choice([0, 0, 1, 2])])
     self.faults = []  # (at which call, kind, target, seconds), sorted.
     at = 0
     per_round = self.num_workers * (6 + 6 * self.num_servers)
@@ -889,7 +895,10 @@ class World:
     incarnation = self.servers[0].incarnation
     if not self._try(me, member, member.leave):
       return
-    _, secs, way = self._leaves.pop(me.name)
+    _, secs, way, faults = self._leaves.pop(me.name)
+    if self._quiet_since is None:
+      self._faults = sorted(
+          self._faults + [[self.calls + f[0], *f[1:]] for f in faults])
     self._has_left[me.name] = incarnation
     if way == "never":
       self._gone.add(me.name)
