@@ -966,7 +966,7 @@ class World:
 
   def _may_begin_anew(self, me, begun):
     """Whether others may have begun anew without this worker's center."""
-    if self._all_lost_at < me.took_at:
+    if me.member.place is None or self._all_lost_at < me.took_at:
       return False
     # It was in no call, had trained nothing, or waited for a session and a call
     # that hung.
