@@ -273,6 +273,8 @@ class Member:
           s.state(self.place is not None) for s in self._servers])
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
+        for server, state in zip(self._servers, states):
+          server.check(state)
         if states[0].values:  # Otherwise it knows nobody.
           self._tell_left(states[0].left)
         return states, known

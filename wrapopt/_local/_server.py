@@ -343,8 +343,11 @@ class Server:
         known.place, known.closed, known.workers, values, velocities,
         *self._job.look(self._leads, values > 0, rounds, job, has_center),
         tuple(name.decode() for name in left))
-    self._job.check(self.address, state)
     return state, known
+
+  def check(self, state):
+    """Raises an error if another job has the servers, as their states tell."""
+    self._job.check(self.address, state)
 
   def join(self):
     """Makes the worker known by its name, at the server that leads."""
