@@ -53,6 +53,7 @@ FAULTS = {
     "kill_server": DEADLINE_SECS,
     "stop_server": 1.5 * DEADLINE_SECS,
     "cut": DEADLINE_SECS,  # A worker's connection with a server.
+    "restart_all": DEADLINE_SECS,  # The workers, from checkpoints.
 }
 _CODES = [None, tf.errors.AbortedError, tf.errors.CancelledError,
           tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError,
@@ -494,6 +495,7 @@ class Oracle:
     # (round, server): by the bytes of its centers, the first center of each.
     self._of_round = {}
     self._jobs = {}  # place: the job of the center.
+    self._was_saved = set()  # The first centers of checkpoints.
     self._chosen = {}  # place: which of `meant` each member may have sent.
     self.members = {}  # The place of the round that ended: its members.
 
@@ -564,11 +566,26 @@ class Oracle:
     # Of two jobs, the older one goes on, if clocks agree.
     first = self._first_of(member.place)
     job = self._jobs[member.place]
-    if before and first != self._first_of(before):
+    if before in self._jobs and first not in (
+        self._first_of(before), *self._was_saved):
       was, agree = self._jobs[before], not self._world.is_skewed
       if agree and (was > 0 or was >= job and job < 0):
         raise Violation(f"{member._name} of job {was} takes the center of another, "
                         f"{job}: {before}, {member.place}")
+
+  def saved(self, rng):
+    """(round, center, velocities) of a checkpoint, or None."""
+    servers = range(self._world.num_servers)
+    places = [p for p in self._jobs
+              if all((p, s) in self._held for s in servers)]
+    if not places:
+      return None
+    first = self._first_of(places[-1])
+    place = rng.choice([p for p in places if self._first_of(p) == first][-3:])
+    self._was_saved.add(first)
+    return place[0], *(
+        self._world.whole([self._held[place, s][i] for s in servers])
+        for i in range(2))
 
   def _first_of(self, place):
     return self._first(place[0], 0, self._held[place, 0][0])
@@ -793,11 +810,16 @@ class World:
               self.servers[target // 2 % len(self.servers)])
     worker = self._workers[name]
     if kind == "kill_worker":
-      if self.alive(worker):
-        worker.is_killed = True
-        worker.is_due or worker.resume()
-        self.trouble(secs, False)
-        self.at(self.now + secs + 0.001, lambda: self._start_worker(name))
+      self._kill(worker, secs, None)
+    elif kind == "restart_all":
+      saved = self.oracle.saved(self._rng)
+      for worker in self._workers.values():
+        self._kill(worker, self._rng.uniform(0, secs), saved)
+      for server in [[], [server], self.servers][target % 3]:
+        if server.is_up:
+          self._lose(server)
+          self.at(self.now + secs, server.start)
+      self.trouble(secs)
     elif kind == "stop_worker":
       if self.alive(worker) and worker.stopped_until <= self.now:
         worker.stopped_until = self.now + secs
@@ -816,6 +838,15 @@ class World:
       server.stopped_until = self.now + secs
       self.trouble(secs)
 
+  def _kill(self, worker, secs, saved):
+    if not self.alive(worker):
+      return
+    worker.is_killed = True
+    worker.is_due or worker.resume()
+    self.trouble(secs, False)
+    self.at(self.now + secs + 0.001,
+            lambda: self._start_worker(worker.name, True, saved))
+
   def _lose(self, server):
     server.kill()
     if not any(s.is_up and s.rounds.known().place[0] > 0 for s in self.servers):
@@ -833,13 +864,22 @@ class World:
     return np.concatenate([vectors[p.group][p.begin:p.end]
                            for p in self._layout.pieces[server]])
 
-  def _start_worker(self, name, resumes=True):
+  def whole(self, parts):
+    """The vectors with these parts, one of each server."""
+    vectors = self._layout.empty()
+    for part, pieces in zip(parts, self._layout.pieces):
+      for p in pieces:
+        vectors[p.group][p.begin:p.end] = part[:p.end - p.begin]
+        part = part[p.end - p.begin:]
+    return vectors
+
+  def _start_worker(self, name, resumes=True, saved=None):
     if self._ends:
       return
     self._has_left.pop(name, None)
     self._gone.discard(name)
     thread = Thread(self, name, self._run_worker)
-    thread.resumes = resumes
+    thread.resumes, thread.saved = resumes, saved
     thread.skew = self._rng.uniform(-1, 1) * self._plan.skew
     self._workers[name] = thread
     thread.start()
@@ -866,8 +906,11 @@ class World:
     me.member = member
     initial = [np.array([rng.random() for _ in x])
                for x in self._layout.empty()]
-    while not self._try(me, member, lambda: member.start(initial)):
+    while not self._try(me, member, lambda: member.start(initial, me.saved)):
       pass
+    if me.saved and member.place[0] < me.saved[0]:
+      raise Violation(f"{me.name} with a checkpoint of round {me.saved[0]} "
+                      f"starts in {member.place}")
     rounds = 0
     while self._quiet_rounds is not None:
       if me.name in self._leaves and rounds >= self._leaves[me.name][0]:
@@ -882,7 +925,8 @@ class World:
       self.oracle.mean_to_send(me.name, before[0], vectors, weight)
       report = self._try(me, member, lambda: member.sync(vectors, weight))
       if not report:
-        self._try(me, member, lambda: member.start(None))
+        self._try(me, member, lambda: (
+            member.restore(*me.saved) if me.saved else member.start(None)))
         continue
       if report.counted and not any(
           me.name in workers
@@ -955,7 +999,7 @@ class World:
     if "restart" not in str(failed) and "start" not in str(failed) and (
         "restore" not in str(failed)):
       raise Violation(f"says not what to do: {failed}") from failed
-    if not self._may_fail(begun, failed):
+    if not self._may_fail(me, begun, failed):
       raise Violation(f"{me.name} has no reason for: {failed}") from failed
 
   def _holders(self):
@@ -973,11 +1017,14 @@ class World:
     return self._all_lost_at < begun or me.member.place[0] == 0 or (
         max(self._server_trouble + self._worker_trouble) > self.now - 10)
 
-  def _may_fail(self, begun, failed):
+  def _may_fail(self, worker, begun, failed):
     if self._quiet_rounds is None:
       return True
     if "have lost their center" in str(failed) and not self._holders():
       # No worker knows better: do what the error says.
+      worker.saved = worker.saved or self.oracle.saved(self._rng)
+      if worker.saved and self._rng.random() < 0.5:
+        return True
       for server in self.servers:
         if server.is_up:
           self._lose(server)
