@@ -600,8 +600,8 @@ class Oracle:
         self._first_of(before), *self._was_saved):
       was, agree = self._jobs[before], not self._world.is_skewed
       if agree and before[0] > 0 and (was > 0 or was >= job and job < 0):
-        raise Violation(f"{member._name} of job {was} takes the center of another, "
-                        f"{job}: {before}, {member.place}")
+        raise Violation(f"{member._name} of job {was} takes the center of "
+                        f"another, {job}: {before}, {member.place}")
 
   def saved(self, rng):
     """(round, center, velocities) of a checkpoint, or None."""
@@ -658,8 +658,8 @@ class Plan:
             ][:rng.choice([0, 0, 1, 2])])
     # (op, which of its calls, kind, seconds): the worker that calls.
     self.targeted = [
-        (rng.choice(["restore", "restore", "step", "arrive", "close", "center"]),
-         rng.randrange(1, 20), rng.choice(["stop_worker", "kill_worker"]),
+        (rng.choice(["restore", "restore", "step", "arrive", "close",
+                     "center"]), rng.randrange(1, 20), rng.choice(["stop_worker", "kill_worker"]),
          rng.uniform(0, FAULTS["stop_worker"]))
         for _ in range(rng.choice([0, 0, 2]))]
     self.faults = []  # (at which call, kind, target, seconds), sorted.
@@ -1069,7 +1069,8 @@ class World:
     """The workers that hold a center of the latest round."""
     latest = max(s.rounds.known().place[0] for s in self.servers if s.is_up)
     return [w.name for w in self._workers.values() if (
-        self.alive(w) and w.name not in self._has_left and w.member.place and w.member.place[0] >= latest)]
+        self.alive(w) and w.name not in self._has_left and
+        w.member.place and w.member.place[0] >= latest)]
 
   def _may_begin_anew(self, me, begun):
     """Whether others may have begun anew without this worker's center."""
@@ -1094,7 +1095,8 @@ class World:
           server.start()
       self.trouble(0.0)
       return True
-    unknown = [w for w in sorted(self._gone) if not self.must_know_left(w, self.names)]
+    unknown = [w for w in sorted(self._gone)
+               if not self.must_know_left(w, self.names)]
     if "but needs" in str(failed) and unknown:
       # The lead was lost before it has told others.
       for name in unknown:

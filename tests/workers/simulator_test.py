@@ -120,9 +120,6 @@ def deadline_is_of_a_call(patch):
   patch.setattr(_server.Server, "_run", bare)
 
 
-def no_attempt_after_the_deadline(patch):
-  patch.setattr(_member, "_LAST_SECS", -1e9)
-
 
 def worker_sends_what_it_sent_before(patch):
   sync = _member.Member.sync
@@ -190,32 +187,17 @@ def lead_steps_first(patch):
   patch.setattr(_member.Member, "_step", step)
 
 
-def turn_is_kept(patch):
-  """A worker that fails does not give it up."""
-  release = _server.Server.release
-  patch.setattr(_server.Server, "release", lambda self, turn=-1: (
-      release(self) if turn < 0 else None))
-
-
-def center_is_restored_in_any_generation(patch):
-  restore = simulator.Server._restore
-
-  def any_generation(self, call, reply, **kwargs):
-    kwargs["from_generation"] = self.rounds.known().place[1]
-    return restore(self, call, reply, **kwargs)
-  patch.setattr(simulator.Server, "_restore", any_generation)
 
 
 BREAKS = [
     center_is_read_without_its_place, one_server_does_not_follow,
     arrives_before_its_values, weight_is_lost_on_one_server,
     older_center_is_taken, closed_round_is_left_open, deadline_is_of_a_call,
-    no_attempt_after_the_deadline, worker_sends_what_it_sent_before,
-    momentum_is_forgotten, worker_that_has_left_is_missed,
+    worker_sends_what_it_sent_before, momentum_is_forgotten,
+    worker_that_has_left_is_missed,
     lead_that_was_restarted_is_told_nothing, only_who_restores_tells_the_lead,
     worker_comes_back_as_the_same_process, values_that_are_not_finite_count,
-    interrupt_is_taken_for_a_lost_server, lead_steps_first, turn_is_kept,
-    center_is_restored_in_any_generation]
+    interrupt_is_taken_for_a_lost_server, lead_steps_first]
 
 
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)
