@@ -659,7 +659,8 @@ class Plan:
     # (op, which of its calls, kind, seconds): the worker that calls.
     self.targeted = [
         (rng.choice(["restore", "restore", "step", "arrive", "close",
-                     "center"]), rng.randrange(1, 20), rng.choice(["stop_worker", "kill_worker"]),
+                     "center"]),
+         rng.randrange(1, 20), rng.choice(["stop_worker", "kill_worker"]),
          rng.uniform(0, FAULTS["stop_worker"]))
         for _ in range(rng.choice([0, 0, 2]))]
     self.faults = []  # (at which call, kind, target, seconds), sorted.
