@@ -145,8 +145,9 @@ PYBIND11_MODULE(_rounds, m) {
           numbers += " " + std::to_string(turn);
         }
         std::vector<py::bytes> texts = {py::bytes(numbers)};
-        for (const std::string& worker : known.workers) {
-          texts.emplace_back(worker);
+        // Those without values come twice.
+        for (const auto* names : {&known.workers, &known.without_values}) {
+          texts.insert(texts.end(), names->begin(), names->end());
         }
         return texts;
       });
@@ -190,9 +191,10 @@ PYBIND11_MODULE(_rounds, m) {
            py::arg("timeout_secs"), py::arg("done"))
       .def("stage",
            [](Server& s, const std::string& worker, const Known& known,
-              double weight, int64_t count, int64_t first, py::object value) {
+              double weight, int64_t count, int64_t first,
+              std::vector<py::object> values) {
              return s.rounds()->Stage(worker, known, weight, count, first,
-                                      {std::move(value)});
+                                      std::move(values));
            })
       .def("arrive",
            [](Server& s, const std::string& worker, const Known& told) {

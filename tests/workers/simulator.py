@@ -53,6 +53,7 @@ FAULTS = {
     "kill_server": DEADLINE_SECS,
     "stop_server": 1.5 * DEADLINE_SECS,
     "cut": DEADLINE_SECS,  # A worker's connection with a server.
+    "restart_all": DEADLINE_SECS,  # The workers, from checkpoints.
 }
 _CODES = [None, tf.errors.AbortedError, tf.errors.CancelledError,
           tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError,
@@ -65,6 +66,14 @@ class Violation(Exception):
 
 class Killed(BaseException):
   """Unwinds the thread of a worker that was killed."""
+
+
+class Leave(Exception):
+  """Ends a process. Its worker comes back as another one after some seconds."""
+
+  def __init__(self, secs=math.inf):
+    super().__init__()
+    self.secs = secs
 
 
 def error(code, text):
@@ -94,6 +103,9 @@ class Thread:
     self.stopped_until = 0.0
     self.stopped_secs = 0.0
     self.skew = 0.0
+    self.took_at = 0.0  # When it began to take its center.
+    # The names of workers: told last, and told before it entered.
+    self.hears_left, self.knows_left = set(), set()
 
   def start(self):
     thread = threading.Thread(target=self._main, daemon=True)
@@ -167,6 +179,7 @@ class Call:
     self.op, self.feeds = op, feeds
     self.answer = None  # (value, error).
     self.cancel = None
+    self.waits = True  # At the server.
 
   def end(self, value=None, lost=None):
     if self.answer is None:
@@ -216,6 +229,10 @@ class Session:
     world.count_call(call)
     if lost is not None:
       raise lost
+    if op == "state" and server.index == 0:
+      me.hears_left = {name.decode() for name in value[3] if value[2][0]}
+    elif op == "enter":
+      me.knows_left |= me.hears_left
     return value
 
   def _wait(self, call, secs):
@@ -241,7 +258,7 @@ class Known:
   @staticmethod
   def read(texts):
     return _rounds.Known([int(x) for x in texts[0].split()],
-                         [x.decode() for x in texts[1:]])
+                         list(dict.fromkeys(x.decode() for x in texts[1:])))
 
 
 class Server:
@@ -260,6 +277,8 @@ class Server:
     self.incarnation += 1
     self.is_up = True
     self.rounds = _rounds.Server("sim", self._num_workers)
+    self.id = self.world.random_number()
+    self.job = 0
     self.values, self.velocities = [], []
     self.mean, self.weight = [], 0.0
     self._ring = math.inf
@@ -290,7 +309,10 @@ class Server:
       return world.at(self.stopped_until, lambda: self.deliver(call, replies))
     if call.session.incarnation != self.incarnation:
       return call.end(lost=error(1, "Session handle is not found"))
-    reply = lambda value, lost: replies and self._reply(call, value, lost)
+    def reply(value, lost):
+      call.waits = False
+      if replies:
+        self._reply(call, value, lost)
     self.calls.add(call)
     self.rounds.set_now(world.now)
     try:
@@ -302,6 +324,20 @@ class Server:
       if value is not NotImplemented:
         reply(value, None)
     self._watch_timer()
+    if self.index == 0:
+      self._check_waits()
+
+  def _check_waits(self):
+    """A round does not wait for workers that have left."""
+    world, known = self.world, self.rounds.known()
+    if int(known.texts[0].split()[2]) or not known.workers or not any(
+        call.op == "close" and call.waits and call.feeds["place"] == known.place
+        for call in self.calls):
+      return
+    missing = world.names - {*known.workers}
+    if missing and all(world.must_know_left(w, known.workers) for w in missing):
+      raise Violation(f"round {known.place} of {known.workers} waits for "
+                      f"{missing}, who have left")
 
   def _reply(self, call, value, lost):
     world = self.world
@@ -354,18 +390,18 @@ class Server:
       except tf.errors.OpError as e:
         return reply(None, e)
       return reply(value, None)
-    kwargs = {k: int(v) if k in ("process", "most_turns", "min_workers")
-              else v for k, v in kwargs.items()}
     call.cancel = self.rounds.start(done=done, **kwargs)
     return NotImplemented
 
   def _state(self, call, reply, **_):
     known = self.rounds.known()
-    return known.place, known.texts, (
-        len(self.values), len(self.velocities), self.rounds.staged(), 1, 0)
+    numbers = (len(self.values), len(self.velocities), self.rounds.staged(),
+               self.id, self.job)
+    left = [name.encode() for name in self.rounds.left()]
+    return known.place, known.texts, numbers, left
 
-  def _join(self, call, reply, **_):
-    return 1  # All workers resume.
+  def _join(self, call, reply, *, worker, process, resumes):
+    return mapped(self.rounds.join, worker, process, resumes)
 
   def _enter(self, call, reply, *, worker, process, place, most_turns,
              turn_secs, timeout_secs):
@@ -391,13 +427,13 @@ class Server:
                        worker=worker, timeout_secs=timeout_secs)
 
   def _stage(self, call, reply, *, worker, known, weight, count, first,
-             float64, **_):
+             float64=None, **_):
     known = Known.read(known)
     restores = known.place[1] > self.rounds.known().place[1]
     if not restores and not self.values:
       raise error(4, "must have a center before values are sent")
-    accepted = self.rounds.stage(worker, known, weight, count, first,
-                                 float64.copy())
+    values = [] if float64 is None else [float64.copy()]
+    accepted = self.rounds.stage(worker, known, weight, count, first, values)
     self._add_to_mean()
     return accepted
 
@@ -406,8 +442,11 @@ class Server:
     self._add_to_mean()
     return accepted, now.texts
 
-  def _leave(self, call, reply, *, worker, turn, **_):
-    return self.rounds.leave(worker, int(turn))
+  def _release(self, call, reply, *, worker, turn, **_):
+    return self.rounds.release(worker, int(turn))
+
+  def _leave(self, call, reply, *, worker, process):
+    return self.rounds.leave(worker, process)
 
   def _follow(self, call, reply, *, known, **_):
     accepted = self.rounds.follow(Known.read(known))
@@ -432,12 +471,12 @@ class Server:
       self.world.oracle.stepped(self, known)
     return self.rounds.known().place
 
-  def _restore(self, call, reply, *, worker, from_generation, place, **_):
+  def _restore(self, call, reply, *, worker, from_generation, place, job, **_):
     before = self.rounds.known().place
     restored, values = mapped(self.rounds.restore, worker,
                               int(from_generation), _rounds.Place(*place))
     if restored:
-      self.mean, self.weight = [], 0.0
+      self.mean, self.weight, self.job = [], 0.0, job
     if values:
       n = self.world.num_pieces(self.index)
       self.values, self.velocities = values[:n], values[n:]
@@ -453,34 +492,43 @@ class Oracle:
     self._world = world
     self.meant = {}  # (worker, round): [(vectors, weight)].
     self._held = {}  # (place, server): (center, velocity).
-    self._of_round = {}  # (round, server): the bytes of its centers.
+    # (round, server): by the bytes of its centers, the first center of each.
+    self._of_round = {}
+    self._jobs = {}  # place: the job of the center.
+    self._was_saved = set()  # The first centers of checkpoints.
     self._chosen = {}  # place: which of `meant` each member may have sent.
     self.members = {}  # The place of the round that ended: its members.
 
   def mean_to_send(self, worker, round_, vectors, weight):
     self.meant.setdefault((worker, round_), []).append((vectors, weight))
 
-  def _record(self, server, velocity):
+  def _record(self, server, velocity, first):
     place = server.rounds.known().place
     center = np.concatenate(server.values)
     key = place, server.index
     if key in self._held and not np.array_equal(self._held[key][0], center):
       raise Violation(f"server {server.index} has two centers of {place}")
     self._held[key] = center, velocity
-    self._of_round.setdefault((place[0], server.index), set()).add(
-        center.tobytes())
+    centers = self._of_round.setdefault((place[0], server.index), {})
+    centers.setdefault(center.tobytes(), first)
+    self._jobs[place] = server.job
 
   def restored(self, server, before, has_values):
     place = server.rounds.known().place
     center = np.concatenate(server.values)
-    if place[0] > 0 and center.tobytes() not in self._of_round.get(
-        (place[0], server.index), ()):
+    first = self._first(place[0], server.index, center)
+    if place[0] > 0 and first is None:
       raise Violation(f"server {server.index} gets a center of round "
                       f"{place[0]} that no round had")
     velocity = np.zeros_like(center)
     if not has_values:
       velocity = self._held[before, server.index][1]
-    self._record(server, velocity)
+    elif server.velocities:
+      velocity = np.concatenate(server.velocities)
+    self._record(server, velocity, first or center.tobytes())
+
+  def _first(self, round_, server, center):
+    return self._of_round.get((round_, server), {}).get(center.tobytes())
 
   def stepped(self, server, known):
     place, workers = known.place, tuple(sorted(known.workers))
@@ -505,15 +553,42 @@ class Oracle:
           f"server {server.index} has a center of {workers} in {place} that is "
           "not the rule's, or other values than the other servers")
     self._chosen[place] = chosen
-    self._record(server, right[next(iter(chosen))])
+    self._record(server, right[next(iter(chosen))],
+                 self._first(place[0], server.index, center))
 
-  def check_center(self, member):
+  def check_center(self, member, before):
     for index in range(self._world.num_servers):
       held = self._held.get((member.place, index))
       if held is None or not np.array_equal(
           held[0], self._world.part(member.center, index)):
         raise Violation(f"a worker holds a center of {member.place} that "
                         f"server {index} did not have")
+    # Of two jobs, the older one goes on, if clocks agree.
+    first = self._first_of(member.place)
+    job = self._jobs[member.place]
+    if before in self._jobs and first not in (
+        self._first_of(before), *self._was_saved):
+      was, agree = self._jobs[before], not self._world.is_skewed
+      if agree and (was > 0 or was >= job and job < 0):
+        raise Violation(f"{member._name} of job {was} takes the center of another, "
+                        f"{job}: {before}, {member.place}")
+
+  def saved(self, rng):
+    """(round, center, velocities) of a checkpoint, or None."""
+    servers = range(self._world.num_servers)
+    places = [p for p in self._jobs
+              if all((p, s) in self._held for s in servers)]
+    if not places:
+      return None
+    first = self._first_of(places[-1])
+    place = rng.choice([p for p in places if self._first_of(p) == first][-3:])
+    self._was_saved.add(first)
+    return place[0], *(
+        self._world.whole([self._held[place, s][i] for s in servers])
+        for i in range(2))
+
+  def _first_of(self, place):
+    return self._first(place[0], 0, self._held[place, 0][0])
 
 
 class Plan:
@@ -527,16 +602,29 @@ class Plan:
     self.min_workers = rng.choice([1, 1, self.num_workers])
     self.grace = rng.choice([math.inf, math.inf, 0.0, 2.0])
     self.most_pushes = rng.choice([1, 4])
+    # Those that start first; all that are restarted resume.
+    self.resume = rng.choice([True, True, False])
     self.loss = rng.choice([0.0, 0.0, 0.005, 0.02])
     self.repeat = rng.choice([0.0, 0.02])
     self.skew = rng.choice([0.0, 100.0])
-    late = rng.choice([0.0, 0.0, 0.7 * DEADLINE_SECS])
+    late = rng.choice([0.002, 0.002, 0.7 * DEADLINE_SECS])
     self.server_starts = [rng.uniform(0, late)
                           for _ in range(self.num_servers)]
     self.worker_starts = [rng.uniform(0, late)
                           for _ in range(self.num_workers)]
     self.train_secs = [rng.choice([0.5, 0.5, 2.0, 1.2 * DEADLINE_SECS])
                        for _ in range(self.num_workers)]
+    # Of some workers: after how many rounds they leave, for how long, how they
+    # come back, and the faults soon after.
+    self.leaves = {}
+    for i in range(rng.choice([0, 0, self.num_workers])):
+      if rng.random() < 0.6:
+        self.leaves[f"w{i}"] = (
+            rng.randrange(1, 10), rng.choice([0.5, 5.0, 1.5 * DEADLINE_SECS]),
+            rng.choice(["call", "process", "never"][:3 if i else 2]),
+            [[rng.randrange(40), "kill_server", 0, 1.0],
+             [rng.randrange(40), "kill_worker", rng.randrange(12), 1.0],
+            ][:rng.choice([0, 0, 1, 2])])
     self.faults = []  # (at which call, kind, target, seconds), sorted.
     at = 0
     per_round = self.num_workers * (6 + 6 * self.num_servers)
@@ -576,6 +664,12 @@ class World:
                     for i in range(plan.num_servers)]
     self.oracle = Oracle(self)
     self._workers = {}
+    self._all_lost_at = -1.0
+    self.is_skewed = plan.skew > 0
+    self.names = {f"w{i}" for i in range(plan.num_workers)}
+    self._leaves = dict(plan.leaves)
+    self._has_left = {}  # By name: the incarnation of the lead that knows it.
+    self._gone = set()  # Those that do not come back.
     self._quiet_since = None
     self._quiet_rounds = {}
     self.round = 0
@@ -645,6 +739,9 @@ class World:
 
   # The network.
 
+  def random_number(self):
+    return self._rng.getrandbits(62) + 1
+
   def delay(self):
     x = self._rng.random()
     if x < 0.9:
@@ -713,11 +810,16 @@ class World:
               self.servers[target // 2 % len(self.servers)])
     worker = self._workers[name]
     if kind == "kill_worker":
-      if self.alive(worker):
-        worker.is_killed = True
-        worker.is_due or worker.resume()
-        self.trouble(secs, False)
-        self.at(self.now + secs + 0.001, lambda: self._start_worker(name))
+      self._kill(worker, secs, None)
+    elif kind == "restart_all":
+      saved = self.oracle.saved(self._rng)
+      for worker in self._workers.values():
+        self._kill(worker, self._rng.uniform(0, secs), saved)
+      for server in [[], [server], self.servers][target % 3]:
+        if server.is_up:
+          self._lose(server)
+          self.at(self.now + secs, server.start)
+      self.trouble(secs)
     elif kind == "stop_worker":
       if self.alive(worker) and worker.stopped_until <= self.now:
         worker.stopped_until = self.now + secs
@@ -729,12 +831,26 @@ class World:
     elif not server.is_up:
       pass
     elif kind == "kill_server":
-      server.kill()
+      self._lose(server)
       self.trouble(secs)
       self.at(self.now + secs, server.start)
     else:
       server.stopped_until = self.now + secs
       self.trouble(secs)
+
+  def _kill(self, worker, secs, saved):
+    if not self.alive(worker):
+      return
+    worker.is_killed = True
+    worker.is_due or worker.resume()
+    self.trouble(secs, False)
+    self.at(self.now + secs + 0.001,
+            lambda: self._start_worker(worker.name, True, saved))
+
+  def _lose(self, server):
+    server.kill()
+    if not any(s.is_up and s.rounds.known().place[0] > 0 for s in self.servers):
+      self._all_lost_at = self.now
 
   def alive(self, worker):
     return not worker.is_killed and not worker.is_over
@@ -748,21 +864,40 @@ class World:
     return np.concatenate([vectors[p.group][p.begin:p.end]
                            for p in self._layout.pieces[server]])
 
-  def _start_worker(self, name):
+  def whole(self, parts):
+    """The vectors with these parts, one of each server."""
+    vectors = self._layout.empty()
+    for part, pieces in zip(parts, self._layout.pieces):
+      for p in pieces:
+        vectors[p.group][p.begin:p.end] = part[:p.end - p.begin]
+        part = part[p.end - p.begin:]
+    return vectors
+
+  def _start_worker(self, name, resumes=True, saved=None):
     if self._ends:
       return
-    thread = Thread(self, name, self._work)
+    self._has_left.pop(name, None)
+    self._gone.discard(name)
+    thread = Thread(self, name, self._run_worker)
+    thread.resumes, thread.saved = resumes, saved
     thread.skew = self._rng.uniform(-1, 1) * self._plan.skew
     self._workers[name] = thread
     thread.start()
 
+  def _run_worker(self, me):
+    try:
+      self._work(me)
+    except Leave as e:
+      if e.secs < math.inf:
+        self.at(self.now + e.secs, lambda: self._start_worker(me.name))
+
   def _work(self, me):
     plan, rng = self._plan, self._rng
     index = int(me.name[1:])
-    process = rng.getrandbits(60)
+    job = _server.Job(me.resumes)
     servers = [
-        SimulatedServer(f"s{i}", "sim", me.name, process, "",
-                        plan.num_workers, self._layout, i)
+        SimulatedServer(f"s{i}", "sim", me.name, "", plan.num_workers,
+                        self._layout, i, job)
         for i in range(plan.num_servers)]
     member = _member.Member(
         me.name, servers, self._layout, _member.Rules(
@@ -771,9 +906,16 @@ class World:
     me.member = member
     initial = [np.array([rng.random() for _ in x])
                for x in self._layout.empty()]
-    while not self._try(me, member, lambda: member.start(initial)):
+    while not self._try(me, member, lambda: member.start(initial, me.saved)):
       pass
+    if me.saved and member.place[0] < me.saved[0]:
+      raise Violation(f"{me.name} with a checkpoint of round {me.saved[0]} "
+                      f"starts in {member.place}")
+    rounds = 0
     while self._quiet_rounds is not None:
+      if me.name in self._leaves and rounds >= self._leaves[me.name][0]:
+        self._leave(me, member)
+      rounds += 1
       secs = plan.train_secs[index] if self._quiet_since is None else 0.5
       me.sleep(secs * (0.5 + rng.random()))
       vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
@@ -783,7 +925,8 @@ class World:
       self.oracle.mean_to_send(me.name, before[0], vectors, weight)
       report = self._try(me, member, lambda: member.sync(vectors, weight))
       if not report:
-        self._try(me, member, lambda: member.start(None))
+        self._try(me, member, lambda: (
+            member.restore(*me.saved) if me.saved else member.start(None)))
         continue
       if report.counted and not any(
           me.name in workers
@@ -791,6 +934,30 @@ class World:
           if place[0] == before[0]):
         raise Violation(f"{me.name} is said to count in {before}")
       self._note_round(me, report)
+
+  def _leave(self, me, member):
+    incarnation = self.servers[0].incarnation
+    if not self._try(me, member, member.leave):
+      return
+    _, secs, way, faults = self._leaves.pop(me.name)
+    if self._quiet_since is None:
+      self._faults = sorted(
+          self._faults + [[self.calls + f[0], *f[1:]] for f in faults])
+    self._has_left[me.name] = incarnation
+    if way == "never":
+      self._gone.add(me.name)
+      raise Leave()
+    if way == "process":
+      raise Leave(secs)
+    me.sleep(secs)
+    self._has_left.pop(me.name, None)
+
+  def must_know_left(self, name, members):
+    """Whether the lead must know that a worker has left."""
+    return name in self._has_left and (
+        self._has_left[name] == self.servers[0].incarnation or any(
+            name in self._workers[w].knows_left for w in members
+            if w in self._workers))
 
   def _note_round(self, me, report):
     if self._quiet_rounds is None:
@@ -801,8 +968,8 @@ class World:
     if report.counted or self._plan.grace < math.inf:
       counts = self._quiet_rounds
       counts[me.name] = counts.get(me.name, 0) + 1
-      if len(counts) == self._plan.num_workers and (
-          min(counts.values()) >= QUIET_ROUNDS):
+      if all(counts.get(name, 0) >= QUIET_ROUNDS
+             for name in self.names - self._gone):
         self._quiet_rounds = None  # All is well.
 
   def _try(self, me, member, call):
@@ -820,32 +987,55 @@ class World:
     if before and member.place[0] < before[0]:
       raise Violation(f"{me.name} went from {before} to {member.place}")
     if failed is None:
-      self.oracle.check_center(member)
+      if member.place != before:
+        me.took_at = begun
+      self.oracle.check_center(member, before)
       return result
+    if any(x in str(failed) for x in ("begun anew", "another job")) and (
+        self._may_begin_anew(me, begun)):
+      raise Leave(1.0) from failed
     if not isinstance(failed, tf.errors.DeadlineExceededError):
       raise Violation(f"{me.name}: {failed!r}") from failed
     if "restart" not in str(failed) and "start" not in str(failed) and (
         "restore" not in str(failed)):
       raise Violation(f"says not what to do: {failed}") from failed
-    if not self._may_fail(begun, failed):
+    if not self._may_fail(me, begun, failed):
       raise Violation(f"{me.name} has no reason for: {failed}") from failed
 
   def _holders(self):
     """The workers that hold a center of the latest round."""
     latest = max(s.rounds.known().place[0] for s in self.servers if s.is_up)
     return [w.name for w in self._workers.values() if (
-        self.alive(w) and w.member.place and w.member.place[0] >= latest)]
+        self.alive(w) and w.name not in self._has_left and w.member.place and w.member.place[0] >= latest)]
 
-  def _may_fail(self, begun, failed):
+  def _may_begin_anew(self, me, begun):
+    """Whether others may have begun anew without this worker's center."""
+    if me.member.place is None or self._all_lost_at < me.took_at:
+      return False
+    # It was in no call, had trained nothing, or waited for a session and a call
+    # that hung.
+    return self._all_lost_at < begun or me.member.place[0] == 0 or (
+        max(self._server_trouble + self._worker_trouble) > self.now - 10)
+
+  def _may_fail(self, worker, begun, failed):
     if self._quiet_rounds is None:
       return True
     if "have lost their center" in str(failed) and not self._holders():
       # No worker knows better: do what the error says.
+      worker.saved = worker.saved or self.oracle.saved(self._rng)
+      if worker.saved and self._rng.random() < 0.5:
+        return True
       for server in self.servers:
         if server.is_up:
-          server.kill()
+          self._lose(server)
           server.start()
       self.trouble(0.0)
+      return True
+    unknown = [w for w in self._gone if not self.must_know_left(w, self.names)]
+    if "but needs" in str(failed) and unknown:
+      # The lead was lost before it has told others.
+      for name in unknown:
+        self._start_worker(name)
       return True
     # A fault that ended long ago is no reason.
     recently = self.now - DEADLINE_SECS / 2 + 2
@@ -870,6 +1060,7 @@ class World:
     plan = self._plan
     clock = Clock(self)
     _member.time = _server.time = clock
+    _server.secrets = types.SimpleNamespace(randbits=self._rng.getrandbits)
     _server._Session, Session.world = Session, self
     # Calls stay in the worker's thread, which holds the baton.
     _server._interrupts = types.SimpleNamespace(run=lambda call, _: call())
@@ -877,7 +1068,7 @@ class World:
       self.at(when, server.start)
       self._server_trouble.append(when)
     for i, when in enumerate(plan.worker_starts):
-      self.at(when, lambda i=i: self._start_worker(f"w{i}"))
+      self.at(when, lambda i=i: self._start_worker(f"w{i}", plan.resume))
       self._worker_trouble.append(when)
     self.current = self._main
     self.at(0, self._watch)
@@ -943,15 +1134,16 @@ class SimulatedServer(_server.Server):
     for name in ("state", "arrive"):
       setattr(self, "_" + name, [name])
     self._enter = types.SimpleNamespace(known="enter")
-    self._leave, self._follow, self._close = "leave", "follow", "close"
-    self._join = "join"
-    self._step, self._restore = "step", "restore"
-    self._stage = {tf.float64: "stage"}
+    for name in ("join", "release", "leave", "follow", "close", "step",
+                 "restore"):
+      setattr(self, "_" + name, name)
+    self._stage = {tf.float64: "stage", None: "stage"}
     self.look = lambda: f"{self.address} is simulated"
     self._center = {(tf.float64, v): ["center"] for v in (False, True)}
 
 
-_REPEATABLE = ("state", "join", "arrive", "leave", "follow", "step", "restore")
+_REPEATABLE = ("state", "join", "arrive", "release", "leave", "follow", "step",
+               "restore")
 _VARIABLES = [_settings.Variable("v", [5], tf.float64, False)]
 
 

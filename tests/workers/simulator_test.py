@@ -143,12 +143,39 @@ def momentum_is_forgotten(patch):
   patch.setattr(simulator.Server, "_step", forgetful)
 
 
+def worker_that_has_left_is_missed(patch):
+  patch.setattr(simulator.Server, "_leave", lambda self, *_, **kwargs: True)
+
+
+def lead_that_was_restarted_is_told_nothing(patch):
+  patch.setattr(_server.Server, "tell_left", lambda self, worker: False)
+
+
+def only_who_restores_tells_the_lead(patch):
+  """Others forget who has left."""
+  def forget(self, left):
+    self._have_left = left
+  def restore(self, *args):
+    for worker in self._have_left:
+      self._lead.tell_left(worker)
+    return restore_in_turn(self, *args)
+  restore_in_turn = _member.Member._restore_in_turn
+  patch.setattr(_member.Member, "_tell_left", forget)
+  patch.setattr(_member.Member, "_restore_in_turn", restore)
+
+
+def worker_comes_back_as_the_same_process(patch):
+  patch.setattr(_server.Job, "leave", lambda self: None)
+
+
 BREAKS = [
     center_is_read_without_its_place, one_server_does_not_follow,
     arrives_before_its_values, weight_is_lost_on_one_server,
     older_center_is_taken, closed_round_is_left_open, deadline_is_of_a_call,
     no_attempt_after_the_deadline, worker_sends_what_it_sent_before,
-    momentum_is_forgotten]
+    momentum_is_forgotten, worker_that_has_left_is_missed,
+    lead_that_was_restarted_is_told_nothing, only_who_restores_tells_the_lead,
+    worker_comes_back_as_the_same_process]
 
 
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)

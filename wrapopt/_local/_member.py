@@ -269,13 +269,22 @@ class Member:
     """The states of all servers at one time, and what the lead knows then."""
     before = None
     while True:
-      states, (known, *_) = zip(*[s.state() for s in self._servers])
+      states, (known, *_) = zip(*[
+          s.state(self.place is not None) for s in self._servers])
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
+        for server, state in zip(self._servers, states):
+          server.check(state)
         if states[0].values:  # Otherwise it knows nobody.
-          self._have_left = states[0].left
+          self._tell_left(states[0].left)
         return states, known
       before = states
+
+  def _tell_left(self, left):
+    """Tells a lead that was restarted who has left, except who came back."""
+    forgotten = sorted({*self._have_left} - {*left})
+    self._have_left = (
+        *left, *(w for w in forgotten if self._lead.tell_left(w)))
 
   def _settle(self, initial=None):
     """Waits until all servers have the center of one place: returns it.
@@ -359,8 +368,6 @@ class Member:
                      1 + max(s.place[1] for s in states))
     place = held[0], generation
     known = known.at(place)
-    for worker in self._have_left:
-      self._lead.tell_left(worker)
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):
         server.stage(known, 1.0, center, velocities)

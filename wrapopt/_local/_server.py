@@ -116,7 +116,6 @@ class Job:
   def __init__(self, resumes):
     self.resumes = resumes
     self.process = secrets.randbits(62) + 1
-    self._began = time.time_ns() // 10**6
     self._number = self._next = 0
     self._lead_holds = False
 
@@ -130,7 +129,7 @@ class Job:
     """That of a center to restore."""
     return self._number or self._next
 
-  def look(self, leads, holds, rounds, number):
+  def look(self, leads, holds, rounds, number, has_center):
     """Looks at what all servers tell, the lead first.
 
     Args:
@@ -138,6 +137,8 @@ class Job:
       holds: Whether it holds a center.
       rounds: The number of its rounds.
       number: That of the job that trains the center.
+      has_center: Whether this worker has taken a center. Until then, it is
+        part of no job.
 
     Returns:
       Whether the center is of another job, and whether its job has begun anew
@@ -145,7 +146,9 @@ class Job:
     """
     if leads:
       self._lead_holds = holds
-      self._next = -self._began if self.resumes else rounds
+      self._next = -time.time_ns() if self.resumes else rounds
+      if not has_center:
+        self._number = 0
       if holds and (not self._number or self._number < 0 and (
           number > 0 or number > self._number)):
         self._number = number
@@ -336,17 +339,24 @@ class Server:
       self.close()
       raise
 
-  def state(self):
-    """A State, and what the server knows."""
+  def state(self, has_center=True):
+    """A State, and what the server knows.
+
+    Args:
+      has_center: Whether this worker has taken a center.
+    """
     _, texts, numbers, left = self._run(tuple(self._state))
     known = Known.read(texts)
     values, velocities, _, rounds, job = map(int, numbers)
     state = State(
         known.place, known.closed, known.workers, values, velocities,
-        *self._job.look(self._leads, values > 0, rounds, job),
+        *self._job.look(self._leads, values > 0, rounds, job, has_center),
         tuple(name.decode() for name in left))
-    self._job.check(self.address, state)
     return state, known
+
+  def check(self, state):
+    """Raises an error if another job has the servers, as their states tell."""
+    self._job.check(self.address, state)
 
   def join(self):
     """Makes the worker known by its name, at the server that leads."""
@@ -405,8 +415,8 @@ class Server:
     self._job.leave()
 
   def tell_left(self, worker):
-    """Tells the server that leads, if it was restarted, who has left."""
-    self._run(self._leave, worker=worker, process=0)
+    """Tells the server that leads of another worker: whether it has left."""
+    return self._run(self._leave, worker=worker, process=0)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""
