@@ -269,20 +269,10 @@ class Server:
     """Begins a session, after the first or a lost one."""
     self.close()
     self._is_interrupted = False
-    try:
-      self._connection().close()
-    except ConnectionRefusedError as e:  # A session would wait and try again.
-      raise tf.errors.UnavailableError(None, None, str(e)) from e
-    except (OSError, ValueError):
-      pass  # The session may know more.
     secs = min(_SESSION_SECS, max(self.deadline - time.monotonic(),
                                   _LEAST_SESSION_SECS))
     self._session = _interrupts.run(
         lambda: open_session(self.address, self._graph, secs), lambda: None)
-
-  def _connection(self):
-    host, _, port = self.address.rpartition("://")[2].rpartition(":")
-    return socket.create_connection((host, int(port)), 1.0)
 
   def close(self):
     session, self._session = self._session, None
@@ -294,8 +284,9 @@ class Server:
 
   def look(self):
     """What a connection to the address meets: a text for an error."""
+    host, _, port = self.address.rpartition("://")[2].rpartition(":")
     try:
-      with self._connection() as connection:
+      with socket.create_connection((host, int(port)), 1.0) as connection:
         # As a gRPC client begins, and as its server answers: with its settings.
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
         answer = connection.recv(len(_SETTINGS))
