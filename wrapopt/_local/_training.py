@@ -241,7 +241,10 @@ class LocalTraining(trackable.Trackable):
     return self
 
   def __exit__(self, cls, *_):
-    self.leave() if cls is None else self.close()
+    if cls is None:
+      self.leave()
+    else:
+      self.close()
 
   @property
   def _state(self):
