@@ -270,7 +270,7 @@ class Server:
     self.is_up = False
     self.stopped_until = 0.0
     self.cut = {}  # Until when, by worker.
-    self.calls = set()  # Those that may have an answer.
+    self.calls = {}  # Those that may have an answer, in order: keys.
     self._ring = math.inf
 
   def start(self):
@@ -313,7 +313,7 @@ class Server:
       call.waits = False
       if replies:
         self._reply(call, value, lost)
-    self.calls.add(call)
+    self.calls[call] = None
     self.rounds.set_now(world.now)
     try:
       value = getattr(self, "_" + call.op)(call, reply, **{
@@ -348,7 +348,7 @@ class Server:
       if self.is_cut_from(call.worker):
         return world.at(self.cut[call.worker.name], arrive)
       if incarnation == self.incarnation and self.is_up:
-        self.calls.discard(call)
+        self.calls.pop(call, None)
         call.end(value, lost)
     world.at(world.now + world.delay(), arrive)
 
@@ -569,7 +569,7 @@ class Oracle:
     if before in self._jobs and first not in (
         self._first_of(before), *self._was_saved):
       was, agree = self._jobs[before], not self._world.is_skewed
-      if agree and (was > 0 or was >= job and job < 0):
+      if agree and before[0] > 0 and (was > 0 or was >= job and job < 0):
         raise Violation(f"{member._name} of job {was} takes the center of another, "
                         f"{job}: {before}, {member.place}")
 
@@ -1031,7 +1031,7 @@ class World:
           server.start()
       self.trouble(0.0)
       return True
-    unknown = [w for w in self._gone if not self.must_know_left(w, self.names)]
+    unknown = [w for w in sorted(self._gone) if not self.must_know_left(w, self.names)]
     if "but needs" in str(failed) and unknown:
       # The lead was lost before it has told others.
       for name in unknown:

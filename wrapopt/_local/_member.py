@@ -63,6 +63,7 @@ class Member:
     self._rules = rules
     self.place = None
     self.center = None
+    self._has_taken = False  # A center of the servers.
     self._velocities = ()  # Of a center from a checkpoint.
     self._have_left = ()  # The names of workers.
 
@@ -254,6 +255,7 @@ class Member:
     if not self._read(place, vectors):
       return False
     self.place, self.center, self._velocities = place, vectors, ()
+    self._has_taken = True
     return True
 
   def _hold(self, round_, center, velocities):
@@ -270,7 +272,7 @@ class Member:
     before = None
     while True:
       states, (known, *_) = zip(*[
-          s.state(self.place is not None) for s in self._servers])
+          s.state(self._has_taken) for s in self._servers])
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
         for server, state in zip(self._servers, states):

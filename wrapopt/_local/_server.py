@@ -129,7 +129,7 @@ class Job:
     """That of a center to restore."""
     return self._number or self._next
 
-  def look(self, leads, holds, rounds, number, has_center):
+  def look(self, leads, holds, rounds, number, has_taken):
     """Looks at what all servers tell, the lead first.
 
     Args:
@@ -137,7 +137,7 @@ class Job:
       holds: Whether it holds a center.
       rounds: The number of its rounds.
       number: That of the job that trains the center.
-      has_center: Whether this worker has taken a center. Until then, it is
+      has_taken: Whether this worker has taken a center. Until then, it is
         part of no job.
 
     Returns:
@@ -147,12 +147,15 @@ class Job:
     if leads:
       self._lead_holds = holds
       self._next = -time.time_ns() if self.resumes else rounds
-      if not has_center:
+      if not has_taken:
         self._number = 0
       if holds and (not self._number or self._number < 0 and (
           number > 0 or number > self._number)):
         self._number = number
-    return (holds and number > 0 and number != self.number,
+    is_other = holds and number > 0 and number != self.number
+    if holds and not leads and not self._lead_holds:
+      self._next = number  # The lead was restarted, and the job goes on.
+    return (is_other,
             holds and number < 0 and self._number not in (0, number))
 
   def check(self, address, state):
@@ -330,18 +333,18 @@ class Server:
       self.close()
       raise
 
-  def state(self, has_center=True):
+  def state(self, has_taken=True):
     """A State, and what the server knows.
 
     Args:
-      has_center: Whether this worker has taken a center.
+      has_taken: Whether this worker has taken a center.
     """
     _, texts, numbers, left = self._run(tuple(self._state))
     known = Known.read(texts)
     values, velocities, _, rounds, job = map(int, numbers)
     state = State(
         known.place, known.closed, known.workers, values, velocities,
-        *self._job.look(self._leads, values > 0, rounds, job, has_center),
+        *self._job.look(self._leads, values > 0, rounds, job, has_taken),
         tuple(name.decode() for name in left))
     return state, known
 
