@@ -42,6 +42,9 @@ DEADLINE_SECS = 20.0
 # the end of its session, the last attempts, another session, its call and its
 # end, each 5 s.
 SLACK_SECS = 30.0
+# A call may take this time after Ctrl-C: it and another one end.
+INTERRUPT_SECS = 2.5
+_END_SECS = 1.0
 RATE, MOMENTUM = 0.7, 0.9
 # Faults end after this number of rounds. Then each worker must count in some.
 ROUNDS, QUIET_ROUNDS = 16, 4
@@ -53,6 +56,7 @@ FAULTS = {
     "kill_server": DEADLINE_SECS,
     "stop_server": 1.5 * DEADLINE_SECS,
     "cut": DEADLINE_SECS,  # A worker's connection with a server.
+    "interrupt": 1.0,  # A worker's call, by Ctrl-C.
     "restart_all": DEADLINE_SECS,  # The workers, from checkpoints.
 }
 _CODES = [None, tf.errors.AbortedError, tf.errors.CancelledError,
@@ -99,6 +103,8 @@ class Thread:
     self.baton.acquire()
     self.is_due = False
     self.is_killed = False
+    self.interrupts = False  # Its next call, or this one.
+    self.interrupted = None  # When that was.
     self.is_over = False
     self.stopped_until = 0.0
     self.stopped_secs = 0.0
@@ -208,7 +214,7 @@ class Session:
       world.cancel_later(call)
     self._calls.clear()
     if self._incarnation and (server.is_cut_from(me) or not server.answers):
-      me.sleep(self._secs)
+      me.sleep(self._secs if me.interrupted is None else _END_SECS)
 
   def run(self, fetches, feeds, options):
     world, server = self.world, self._server
@@ -241,6 +247,9 @@ class Session:
     timer = world.at(world.now + secs, lambda: call.end(
         lost=error(3, "Deadline Exceeded")))
     while call.answer is None:
+      if me.interrupts:
+        me.interrupts, me.interrupted = False, world.now
+        raise KeyboardInterrupt()
       me.block()
     timer[2] = None
     if call.answer[1] is not None:
@@ -254,6 +263,12 @@ class Session:
 
 class Known:
   """The encoding of the kernels."""
+
+  @staticmethod
+  def with_values(texts):
+    """The members of a round that have values: those without come twice."""
+    names = [x.decode() for x in texts[1:]]
+    return tuple(sorted(x for x in names if names.count(x) == 1))
 
   @staticmethod
   def read(texts):
@@ -307,6 +322,9 @@ class Server:
           None, None, "Connection refused"))
     if not self.answers:
       return world.at(self.stopped_until, lambda: self.deliver(call, replies))
+    if call.op in _NAMING and world.is_replaced(call.worker):
+      # The next process of a worker starts later than such a call arrives.
+      return None
     if call.session.incarnation != self.incarnation:
       return call.end(lost=error(1, "Session handle is not found"))
     def reply(value, lost):
@@ -454,10 +472,10 @@ class Server:
     return accepted
 
   def _step(self, call, reply, *, known, learning_rate, momentum, **_):
-    known = Known.read(known)
+    texts, known = known, Known.read(known)
     if mapped(self.rounds.check_closed, known):
       self._add_to_mean()
-      if not self.values or len(self.mean) != len(self.values):
+      if not self.values or self.weight and len(self.mean) != len(self.values):
         raise error(4, "must have a center and a mean before the step")
       if not self.velocities:
         self.velocities = [np.zeros_like(v) for v in self.values]
@@ -468,7 +486,7 @@ class Server:
             way + momentum * self.velocities[i])
       self.mean, self.weight = [], 0.0
       mapped(self.rounds.next)
-      self.world.oracle.stepped(self, known)
+      self.world.oracle.stepped(self, known.place, Known.with_values(texts))
     return self.rounds.known().place
 
   def _restore(self, call, reply, *, worker, from_generation, place, job, **_):
@@ -497,7 +515,8 @@ class Oracle:
     self._jobs = {}  # place: the job of the center.
     self._was_saved = set()  # The first centers of checkpoints.
     self._chosen = {}  # place: which of `meant` each member may have sent.
-    self.members = {}  # The place of the round that ended: its members.
+    # The place of the round that ended: its members that had values.
+    self.members = {}
 
   def mean_to_send(self, worker, round_, vectors, weight):
     self.meant.setdefault((worker, round_), []).append((vectors, weight))
@@ -530,16 +549,17 @@ class Oracle:
   def _first(self, round_, server, center):
     return self._of_round.get((round_, server), {}).get(center.tobytes())
 
-  def stepped(self, server, known):
-    place, workers = known.place, tuple(sorted(known.workers))
+  def stepped(self, server, place, workers):
     center, velocity = self._held[place, server.index]
     if self.members.setdefault(place, workers) != workers:
       raise Violation(f"round {place} has two sets of members: "
                       f"{self.members[place]}, {workers}")
     got, right = np.concatenate(server.values), {}
-    sent = [list(enumerate(self.meant.get((w, place[0]), ())))
-            for w in workers]
-    for choice in itertools.product(*sent):
+    sent = [[(i, x) for i, x in enumerate(self.meant.get((w, place[0]), ()))
+             if x[0] is not None] for w in workers]
+    if not workers and np.array_equal(got, center):
+      right[()] = velocity
+    for choice in itertools.product(*sent) if workers else ():
       values = [self._world.part(x, server.index) for _, (x, _) in choice]
       weights = [weight for _, (_, weight) in choice]
       way = center - np.average(values, axis=0, weights=weights)
@@ -605,6 +625,7 @@ class Plan:
     # Those that start first; all that are restarted resume.
     self.resume = rng.choice([True, True, False])
     self.loss = rng.choice([0.0, 0.0, 0.005, 0.02])
+    self.not_finite = rng.choice([0.0, 0.0, 0.1])  # Of values.
     self.repeat = rng.choice([0.0, 0.02])
     self.skew = rng.choice([0.0, 100.0])
     late = rng.choice([0.002, 0.002, 0.7 * DEADLINE_SECS])
@@ -825,6 +846,9 @@ class World:
         worker.stopped_until = self.now + secs
         worker.stopped_secs += secs
         self.trouble(secs, False)
+    elif kind == "interrupt":
+      worker.interrupts = True
+      worker.resume()
     elif kind == "cut":
       server.cut[name] = self.now + secs
       self.trouble(secs)
@@ -851,6 +875,9 @@ class World:
     server.kill()
     if not any(s.is_up and s.rounds.known().place[0] > 0 for s in self.servers):
       self._all_lost_at = self.now
+
+  def is_replaced(self, worker):
+    return self._workers[worker.name] is not worker
 
   def alive(self, worker):
     return not worker.is_killed and not worker.is_over
@@ -920,6 +947,8 @@ class World:
       me.sleep(secs * (0.5 + rng.random()))
       vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
                  for c in member.center]
+      if self._quiet_since is None and rng.random() < plan.not_finite:
+        vectors = None
       weight = float(1 + index)
       before = member.place
       self.oracle.mean_to_send(me.name, before[0], vectors, weight)
@@ -980,7 +1009,19 @@ class World:
       result = call() or True
     except tf.errors.OpError as e:
       failed = e
+    except KeyboardInterrupt:
+      self._say(me.name, "interrupted")
+      took, me.interrupted = self.now - me.interrupted, None
+      took -= me.stopped_secs - stopped
+      # It gives up its turn. The server that leads may hang.
+      if took > INTERRUPT_SECS and max(self._server_trouble) < self.now - took:
+        raise Violation(f"{me.name} ends {took:.1f} s after Ctrl-C") from None
+      if self._rng.random() < 0.5:
+        raise Leave(1.0) from None
+      return self._try(me, member, call)
     self._say(me.name, "done", member.place, failed or "")
+    if me.interrupted is not None:
+      raise Violation(f"Ctrl-C does not end a call of {me.name}")
     took = self.now - begun - (me.stopped_secs - stopped)
     if took > DEADLINE_SECS + SLACK_SECS:
       raise Violation(f"{me.name} waited {took:.1f} s; {failed}") from failed
@@ -1062,8 +1103,7 @@ class World:
     _member.time = _server.time = clock
     _server.secrets = types.SimpleNamespace(randbits=self._rng.getrandbits)
     _server._Session, Session.world = Session, self
-    # Calls stay in the worker's thread, which holds the baton.
-    _server._interrupts = types.SimpleNamespace(run=lambda call, _: call())
+    _server._interrupts = types.SimpleNamespace(run=self._run_call)
     for server, when in zip(self.servers, plan.server_starts):
       self.at(when, server.start)
       self._server_trouble.append(when)
@@ -1084,6 +1124,14 @@ class World:
         worker.baton.release()
         self._main.baton.acquire()
     return self.violation
+
+  def _run_call(self, call, cancel):
+    """A call stays in the worker's thread, which holds the baton."""
+    try:
+      return call()
+    except KeyboardInterrupt:
+      cancel()
+      raise
 
   def _watch(self):
     """An event, each second."""
@@ -1144,6 +1192,7 @@ class SimulatedServer(_server.Server):
 
 _REPEATABLE = ("state", "join", "arrive", "release", "leave", "follow", "step",
                "restore")
+_NAMING = ("join", "enter", "leave")  # These tell the process of a name.
 _VARIABLES = [_settings.Variable("v", [5], tf.float64, False)]
 
 

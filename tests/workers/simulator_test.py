@@ -168,6 +168,44 @@ def worker_comes_back_as_the_same_process(patch):
   patch.setattr(_server.Job, "leave", lambda self: None)
 
 
+def values_that_are_not_finite_count(patch):
+  stage = _server.Server.stage
+
+  def all_count(self, known, weight, vectors, *args):
+    if vectors is None:
+      vectors = self._layout.empty()
+    return stage(self, known, weight, vectors, *args)
+  patch.setattr(_server.Server, "stage", all_count)
+
+
+def interrupt_is_taken_for_a_lost_server(patch):
+  patch.setattr(_server, "LOST", (*_server.LOST, KeyboardInterrupt))
+
+
+def lead_steps_first(patch):
+  def step(self, known):
+    places = [s.step(known, self._rules.learning_rate, self._rules.momentum)
+              for s in self._servers]
+    return places[0] if len(set(places)) == 1 else None
+  patch.setattr(_member.Member, "_step", step)
+
+
+def turn_is_kept(patch):
+  """A worker that fails does not give it up."""
+  release = _server.Server.release
+  patch.setattr(_server.Server, "release", lambda self, turn=-1: (
+      release(self) if turn < 0 else None))
+
+
+def center_is_restored_in_any_generation(patch):
+  restore = simulator.Server._restore
+
+  def any_generation(self, call, reply, **kwargs):
+    kwargs["from_generation"] = self.rounds.known().place[1]
+    return restore(self, call, reply, **kwargs)
+  patch.setattr(simulator.Server, "_restore", any_generation)
+
+
 BREAKS = [
     center_is_read_without_its_place, one_server_does_not_follow,
     arrives_before_its_values, weight_is_lost_on_one_server,
@@ -175,7 +213,9 @@ BREAKS = [
     no_attempt_after_the_deadline, worker_sends_what_it_sent_before,
     momentum_is_forgotten, worker_that_has_left_is_missed,
     lead_that_was_restarted_is_told_nothing, only_who_restores_tells_the_lead,
-    worker_comes_back_as_the_same_process]
+    worker_comes_back_as_the_same_process, values_that_are_not_finite_count,
+    interrupt_is_taken_for_a_lost_server, lead_steps_first, turn_is_kept,
+    center_is_restored_in_any_generation]
 
 
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)
