@@ -399,9 +399,17 @@ class Server:
     return accepted, Known.read(texts)
 
   def release(self, turn=-1):
-    """Gives up a turn, and ends this worker's reading."""
-    if not self._is_interrupted:  # The server may have stopped.
-      self._run(self._release, turn=turn)
+    """Gives up a turn, and ends this worker's reading.
+
+    If the server is lost, both end for themselves. No error of it takes the
+    place of an interrupt.
+    """
+    if self._is_interrupted:  # The server may have stopped.
+      return
+    try:
+      self._run(self._release, 0, turn=turn)
+    except LOST:
+      pass
 
   def leave(self):
     """Lets rounds go on without this worker, at the server that leads."""
