@@ -297,6 +297,7 @@ class Server:
     self.job = 0
     self.values, self.velocities = [], []
     self.mean, self.weight = [], 0.0
+    self.opened = [self.world.now] * 2  # When the last round began, and this.
     self._ring = math.inf
 
   def kill(self):
@@ -514,6 +515,7 @@ class Oracle:
     # (round, server): by the bytes of its centers, the first center of each.
     self._of_round = {}
     self._jobs = {}  # place: the job of the center.
+    self._restored_at = 0.0
     self._was_saved = set()  # The first centers of checkpoints.
     self._chosen = {}  # place: which of `meant` each member may have sent.
     # The place of the round that ended: its members that had values.
@@ -532,14 +534,21 @@ class Oracle:
     centers = self._of_round.setdefault((place[0], server.index), {})
     centers.setdefault(center.tobytes(), first)
     self._jobs[place] = server.job
+    server.opened = [server.opened[1], self._world.now]
 
   def restored(self, server, before, has_values):
     place = server.rounds.known().place
     center = np.concatenate(server.values)
     first = self._first(place[0], server.index, center)
+    has_stepped = (before[0] - 1, before[1]) in self.members
+    if place[0] < before[0] and has_stepped and max(
+        self._world.lost_at, self._restored_at) < server.opened[0]:
+      raise Violation(f"server {server.index} goes from {before} to {place}, "
+                      "and none was lost")
     if place[0] > 0 and first is None:
       raise Violation(f"server {server.index} gets a center of round "
                       f"{place[0]} that no round had")
+    self._restored_at = self._world.now
     velocity = np.zeros_like(center)
     if not has_values:
       velocity = self._held[before, server.index][1]
@@ -647,6 +656,12 @@ class Plan:
             [[rng.randrange(40), "kill_server", 0, 1.0],
              [rng.randrange(40), "kill_worker", rng.randrange(12), 1.0],
             ][:rng.choice([0, 0, 1, 2])])
+    # (op, which of its calls, kind, seconds): the worker that calls.
+    self.targeted = [
+        (rng.choice(["restore", "restore", "step", "arrive", "close", "center"]),
+         rng.randrange(1, 20), rng.choice(["stop_worker", "kill_worker"]),
+         rng.uniform(0, FAULTS["stop_worker"]))
+        for _ in range(rng.choice([0, 0, 2]))]
     self.faults = []  # (at which call, kind, target, seconds), sorted.
     at = 0
     per_round = self.num_workers * (6 + 6 * self.num_servers)
@@ -677,6 +692,7 @@ class World:
     self._main = Thread(self, "main", None)
     self.violation = None
     self.calls = 0
+    self._calls_of = {}  # By op.
     self._faults = sorted(plan.faults)
     self._server_trouble = [0.0]  # The times at which it ends.
     self._worker_trouble = [0.0]
@@ -686,7 +702,7 @@ class World:
                     for i in range(plan.num_servers)]
     self.oracle = Oracle(self)
     self._workers = {}
-    self._all_lost_at = -1.0
+    self.lost_at = self._all_lost_at = -1.0  # A server, all centers.
     self.is_skewed = plan.skew > 0
     self.names = {f"w{i}" for i in range(plan.num_workers)}
     self._leaves = dict(plan.leaves)
@@ -815,6 +831,11 @@ class World:
     self._say(call.worker.name, "->", call.server.index, call.op,
               "" if call.answer is None else call.answer)
     self.calls += 1
+    if call.answer is None and self._quiet_since is None:
+      n = self._calls_of[call.op] = self._calls_of.get(call.op, 0) + 1
+      for op, which, kind, secs in self._plan.targeted:
+        if (op, which) == (call.op, n):
+          self._do(call, kind, 0, secs)
     while self._faults and self._faults[0][0] <= self.calls:
       self._do(call, *self._faults.pop(0)[1:])
     me = call.worker
@@ -874,6 +895,7 @@ class World:
 
   def _lose(self, server):
     server.kill()
+    self.lost_at = self.now
     if not any(s.is_up and s.rounds.known().place[0] > 0 for s in self.servers):
       self._all_lost_at = self.now
 
