@@ -1626,6 +1626,40 @@ def test_layers_that_are_frozen_at_first(wrapper):
   assert [read(v).numpy().item() for v in (a, b)] == want
 
 
+@pytest.mark.parametrize("constraint", [None, lambda w: w / 4])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_layers_that_are_frozen_later_keep_their_weights(
+    wrapper, mode, constraint):
+  a, b = (keras.Variable([1.0], name=name) for name in "ab")
+  a.constraint = constraint
+  opt = WRAPPERS[wrapper](K.SGD(1.0))
+  opt.build([a, b])
+  grad = tf.constant([-1.0])
+
+  def train(variables, steps):
+    step = lambda: opt.apply([grad for _ in variables], variables)
+    step = tf.function(step) if mode == "function" else step
+    for _ in range(steps):
+      step()
+
+  read = opt.slow_weights if wrapper == "Lookahead" else opt.average
+  train([a, b], SYNC - 1)  # The last step before slow weights would move.
+  before, average = a.numpy(), read(a).numpy()
+  a.trainable = False
+  train([b], SYNC)
+  assert a.numpy() == before
+  if wrapper != "SWA":  # The mean of all counted steps.
+    assert read(a).numpy() == average
+  a.trainable = True
+  train([a, b], SYNC)
+  assert a.numpy() != before
+  # A gradient that the user gives trains it.
+  a.trainable, before = False, a.numpy()
+  train([a, b], 1)
+  assert a.numpy() != before
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_weight_decay_is_excluded_at_any_depth(wrapper):
   w = keras.Variable([1.0], name="w")

@@ -1,6 +1,7 @@
 """LocalRounds, local training in `fit`, and what else trains the variables."""
 
 import gc
+import threading
 
 import keras
 import numpy as np
@@ -156,6 +157,54 @@ def test_fit_ends_with_the_center_on_request(caplog):
     np.testing.assert_array_equal(model.get_weights()[0],
                                   np.full([3, 1], center))
   assert rounds._local.round == 2 and "take the center" not in caplog.text
+
+
+@pytest.mark.parametrize("leave_at_end", [True, False])
+def test_others_go_on_when_fit_has_ended(leave_at_end, caplog):
+  """Of two workers, one has less data."""
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
+      1, use_bias=False, kernel_initializer="zeros")])
+  # Each step subtracts 1.
+  model.compile(keras.optimizers.SGD(1.0),
+                lambda y, p: tf.reduce_sum(p, axis=-1))
+  new = lambda variables, name: wrapopt.LocalSGD(
+      variables, [server.target], name, 2, 1, round_timeout_secs=5)
+  rounds = wrapopt.keras.LocalRounds(new(model.trainable_variables, "a"),
+                                     leave_at_end=leave_at_end)
+  w, seen = tf.Variable(tf.zeros([3, 1])), []
+  local = new([w], "b")
+
+  def train(steps):
+    for _ in range(steps):
+      w.assign_sub(tf.ones([3, 1]))
+      local.step()
+      seen.append(local.report.workers)
+
+  def fit(steps):
+    thread = threading.Thread(target=train, args=(steps,))
+    thread.start()
+    model.fit(np.ones([steps, 3]), np.ones(steps), 1, verbose=0,
+              callbacks=[rounds])
+    thread.join(60)
+
+  fit(2)
+  if not leave_at_end:
+    with pytest.raises(tf.errors.DeadlineExceededError, match="needs 2 of 2"):
+      train(1)
+    return
+  train(1)
+  assert "take the center" not in caplog.text
+  rounds._local.take_center()  # Else b might be faster.
+  fit(2)
+  assert seen == [("a", "b")] * 2 + [("b",)] + [("a", "b")] * 2
+  np.testing.assert_array_equal(model.get_weights()[0], np.full([3, 1], -5.0))
+  # Rounds that have ended meanwhile are seen.
+  train(1)
+  local.leave()
+  model.fit(np.ones([2, 3]), np.ones(2), 1, verbose=0, callbacks=[rounds])
+  assert "take the center of round 6." in caplog.text
+  np.testing.assert_array_equal(model.get_weights()[0], np.full([3, 1], -8.0))
 
 
 def test_a_backup_of_a_fit_without_epochs(tmp_path):

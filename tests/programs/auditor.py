@@ -125,9 +125,10 @@ class BEMA(MovingAverage):
 
 
 class SWA:
-  """The mean of the weights after every second step."""
+  """The mean of the weights after every second step, also of frozen ones."""
 
   period = 2
+  counts_all = True
 
   def wrap(self, opt, package=wk):
     return package.SWA(opt, 0, self.period)
@@ -656,7 +657,9 @@ class Books:
         what = f"step {t}: '{name}'"
         want, bound = plain.weights[name][0], self._bound(
             name, before, plain, trained)
-        if name in averages and name not in record.skipped:
+        if name in record.skipped and name in averages:
+          self._skipped(name, t, record, want, averages)
+        elif name in averages:
           want, bound = (self._between if self.one.stack.between else
                          self._moved)(name, t, record, want, bound, averages)
         self._compare(what, arrays[0], want, bound)
@@ -738,6 +741,14 @@ class Books:
       row[k] = _average(row[k], _f64(record.weights[name][0]),
                         stack.average.rate(t), 0.0, want)
     return value, bound
+
+  def _skipped(self, name, t, record, want, averages):
+    """Moves the averages that count all steps, of a variable left out."""
+    average = self.one.stack.average
+    if getattr(average, "counts_all", False):
+      averages[name][-1] = _average(
+          averages[name][-1], _f64(record.weights[name][0]), average.rate(t),
+          0.0, want)
 
   def _compare(self, what, got, want, bound, always=False):
     want = np.asarray(want)

@@ -80,7 +80,8 @@ def model_and_fit():
 
   def fit(local, steps, distance):
     if not callbacks:
-      callbacks.append(wrapopt.keras.LocalRounds(local))
+      callbacks.append(
+          wrapopt.keras.LocalRounds(local, leave_at_end=False))
     x = np.concatenate([np.ravel(d) for d in distance]) / steps
     model.fit(np.tile(x, [steps, 1]), np.zeros(steps), 1, verbose=0,
               callbacks=callbacks)
@@ -150,6 +151,8 @@ def run(name, servers, num_workers, most_pushes, folder, saves):
     step = tf.function(step)
 
   def take_part():
+    if not local.holds_center():  # Else `fit` would take another one later.
+      local.take_center()
     distance = delta(name, local.round)
     if fit:
       return fit(local, weight(name), distance)

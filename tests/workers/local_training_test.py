@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from local_parts import FORKS, MOMENTUM, Oracle, Process, RATE, wait_alone
+from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _server
@@ -184,6 +185,78 @@ def test_too_few_workers_are_an_error():
   with pytest.raises(tf.errors.DeadlineExceededError,
                      match="got values of 1 workers .* but needs 2 of 2"):
     local.step()
+
+
+@pytest.mark.parametrize("how", ["leave", "with"])
+def test_rounds_go_on_without_workers_that_have_left(servers, how):
+  """All workers are needed, but for those."""
+  rounds = {"a": [6], "b": [2, 2], "c": [1]}  # Of each worker's visits.
+  back = threading.Event()
+
+  def worker(name):
+    w = tf.Variable([0.0, 0.0, 0.0])
+    local = make(wrapopt.LocalSGD, [w], servers, name, 3, sync_every=1,
+                 round_timeout_secs=60)
+    seen = []
+    for visit, n in enumerate(rounds[name]):
+      if visit:
+        back.wait(60)
+        local.take_center()
+      for _ in range(n):
+        w.assign_add([1.0, 1.0, 1.0])
+        local.step()
+        seen.append((local.round, "".join(local.report.workers)))
+        if (name, local.round) == ("a", 4):  # Alone.
+          back.set()
+          lead = local._member._lead
+          wait_until(lambda: lead.state()[0].left == ("c",), "b is not back")
+      if how == "leave":
+        local.leave()
+      else:
+        with local:
+          pass
+    np.testing.assert_array_equal(w, [float(local.round)] * 3)
+    return seen
+
+  a, b, c = run_all(*[lambda name=name: worker(name) for name in rounds])
+  assert a == [(1, "abc"), (2, "ab"), (3, "a"), (4, "a"), (5, "ab"), (6, "ab")]
+  assert b == [a[0], a[1], a[4], a[5]] and c == a[:1]
+
+
+def test_a_worker_that_fails_has_not_left():
+  server = server_module.start()
+  new = lambda name, **kwargs: make(
+      wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], name, 2,
+      sync_every=1, round_timeout_secs=1, **kwargs)
+  local = new("a")
+  with pytest.raises(ZeroDivisionError), new("b") as other:
+    1 / 0  # pylint: disable=pointless-statement
+  with pytest.raises(tf.errors.DeadlineExceededError, match="1 .*, but needs 2"):
+    local.step()
+  other.leave()
+  local.step()
+  assert local.report.workers == ("a",)
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
+def test_a_server_that_is_restarted_is_told_who_has_left(lost):
+  processes = [Process(), Process()]
+  addresses = [p.address for p in processes]
+  try:
+    new = lambda name: make(
+        wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], addresses, name, 2,
+        sync_every=1, round_timeout_secs=20)
+    local, other = new("a"), new("b")
+    other.leave()
+    local.step()
+    processes[lost].kill()
+    processes[lost] = Process(processes[lost].port)
+    local.step()
+    assert local.round == 2 and local.report.workers == ("a",)
+    local.close()  # It would wait for servers that are gone.
+  finally:
+    for p in processes:
+      p.kill()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -396,9 +469,11 @@ def test_another_process_of_the_same_name_is_an_error():
       call()
   second.step()
   new("b")
-  with pytest.raises(tf.errors.InvalidArgumentError, match=(
-      "have num_workers = 2, but 'c' came to round . after 'a', 'b': a resta")):
-    new("c")
+  for resume, rule in (False, "a restarted worker"), (True, "give each worker"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=(
+        f"have num_workers = 2, but 'c' came to round . after 'a', 'b': {rule}"
+    )):
+      new("c", resume=resume)
 
 
 # What a second worker gives, which differs from the first one's, and the error.
@@ -501,8 +576,7 @@ def test_a_server_of_another_job(begun):
   first = new("a", [a, b], 1.0)
   for _ in range(begun):
     first.step()
-  # As if a or b had lost its part. In round 0, b may begin again.
-  for servers in [[c, b], [a, d]][:1 + begun]:
+  for servers in [c, b], [a, d]:  # As if a or b had lost its part.
     with pytest.raises(tf.errors.DeadlineExceededError, match="lost their cen"):
       new("b", servers, 2.0)
   first.step()
@@ -969,6 +1043,121 @@ def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
     other.close()
   finally:
     server.kill()
+
+
+@pytest.mark.parametrize("begins", ["anew", "with its checkpoint"])
+def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
+    begins, tmp_path):
+  """While a worker is away that holds a later center."""
+  server = Process()
+  try:
+    def new(name, **kwargs):
+      w = tf.Variable([0.0, 0.0])
+      return w, make(
+          wrapopt.LocalSGD, [w], [server.address], name, 2, sync_every=1,
+          min_workers=1, round_timeout_secs=2, grace_secs=0, resume=True,
+          **kwargs)
+
+    def train(w, local, rounds):
+      for _ in range(rounds):
+        w.assign_add([1.0, 1.0])
+        local.step()
+
+    first = new("a")
+    path = tf.train.Checkpoint(local=first[1]).save(str(tmp_path / "c"))
+    train(*first, 2)
+    server.kill()
+    server = Process(server.port)
+    second = new("b", checkpoint=path if begins != "anew" else None)
+    train(*second, 1)
+    train(*first, 1)  # It gives its center of round 2.
+    assert [x.round for _, x in (first, second)] == [3, 1]
+    train(*second, 1)  # It takes that of round 3.
+    assert second[1].round == 3 and second[0].numpy()[0] == 3.0
+    first[1].close()
+    server.kill()
+    server = Process(server.port)
+    second = new("b")  # As a process that knows nothing.
+    train(*second, 4)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=(
+        "got round 3: the servers have lost it, and are in round 4 of a job "
+        "that others have begun anew. Restart this worker")):
+      train(*first, 1)
+    train(*second, 1)
+    assert new("a")[1].round == second[1].round == 5
+    for _, local in first, second:
+      local.close()  # They would wait for servers that are gone.
+  finally:
+    server.kill()
+
+
+@pytest.mark.parametrize("lost", ["one", "the lead", "all", "none"])
+def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
+  """And maybe some servers with them."""
+  processes = [Process(), Process()]
+  addresses = [p.address for p in processes]
+  folder = tmp_path / "local"
+  try:
+    def new(**kwargs):
+      w = tf.Variable([0.0] * 4)
+      return w, make(wrapopt.DiLoCo, [w], addresses, "a", 1, sync_every=1,
+                     round_timeout_secs=4, resume=True, checkpoint=folder,
+                     **kwargs)
+
+    def train(w, local, rounds):
+      for _ in range(rounds):
+        w.assign_add([0.5] * 4)
+        local.step()
+      return w.numpy()
+
+    w, local = new()  # There is no checkpoint yet.
+    train(w, local, 2)
+    tf.train.Checkpoint(of=[local]).save(str(folder / "c"))
+    want = train(w, local, 1)
+    local.close()
+    for i in {"one": [1], "the lead": [0], "all": [0, 1], "none": []}[lost]:
+      processes[i].kill()
+      processes[i] = Process(processes[i].port)
+    w, local = new()
+    if lost == "none":  # The servers have a later center.
+      assert local.round == 3
+    else:
+      assert local.round == 2
+      train(w, local, 1)  # Also with the velocity of the checkpoint.
+    np.testing.assert_array_equal(w, want)
+    local.close()  # It would wait for servers that are gone.
+  finally:
+    for p in processes:
+      p.kill()
+
+
+def test_a_checkpoint_of_other_variables_is_an_error(tmp_path):
+  server = server_module.start()
+  new = lambda variables, **kwargs: make(
+      wrapopt.LocalSGD, variables, [server.target], "a", 1,
+      resume=True, **kwargs)
+  v, w = tf.Variable(tf.ones([2, 3])), tf.Variable([1.0])
+  local = new([v, w], name="one")
+  save = lambda name, **kwargs: tf.train.Checkpoint(**kwargs).save(
+      str(tmp_path / name))
+  path, two = save("a", local=local), save("b", x=local, y=new([w], name="y"))
+  turned = tf.Variable(tf.ones([3, 2]))
+  for n, (variables, i, of) in enumerate((
+      ([turned, w], 0, r"float32 \[3, 2\]"), ([w, v], 0, r"float32 \[1\]"),
+      ([v, w, tf.Variable([2.0])], 2, r"None in the file, 'float32 \[1\]"),
+      ([v], 1, "None here"))):
+    with pytest.raises(ValueError, match=(
+        f"the same variables, in the same order, got for variable {i}: .*{of}"
+    )):
+      new(variables, checkpoint=path, name="other")
+    other = new(variables, name=f"other {n}")
+    with pytest.raises(ValueError, match="the same variables, in the same ord"):
+      tf.train.Checkpoint(local=other).restore(path)
+  for path, n in (two, "2 of them: x, y"), (save("c", w=w), "0 of them"):
+    with pytest.raises(ValueError, match=n):
+      new([v, w], checkpoint=path)
+  # It takes that of another object of the same variables.
+  assert new([v, w], checkpoint=tmp_path / "a-1", name="z").round == 0
 
 
 def test_momentum_that_is_lost_restarts_with_a_warning(caplog):

@@ -104,7 +104,7 @@ def read_center(servers: Sequence[str], name: str, *,
   timeout_secs = _checks.number("timeout_secs", timeout_secs)
   deadline = time.monotonic() + timeout_secs
   while True:
-    got = {}
+    got: dict[str, typing.Any] = {}
     try:
       for address in servers:
         got[address] = "no answer"

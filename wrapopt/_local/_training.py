@@ -241,7 +241,10 @@ class LocalTraining(trackable.Trackable):
     return self
 
   def __exit__(self, cls, *_):
-    self.leave() if cls is None else self.close()
+    if cls is None:
+      self.leave()
+    else:
+      self.close()
 
   @property
   def _state(self):
@@ -415,10 +418,13 @@ class LocalTraining(trackable.Trackable):
 
   def _read_checkpoint(self, path):
     """As `_saved`; None if `path` is a directory without checkpoints."""
-    path = os.fspath(path)
-    if tf.io.gfile.isdir(path):
-      path = tf.train.latest_checkpoint(path)
+    folder, path = os.fspath(path), os.fspath(path)
+    if not tf.io.gfile.exists(path + ".index"):
+      path = tf.train.latest_checkpoint(folder)
       if path is None:
+        tf.get_logger().warning(
+            "There is no checkpoint in %s: worker '%s' begins without one.",
+            folder, self._worker)
         return None
     reader = tf.train.load_checkpoint(path)
     objects = {}  # Their tensors, by the names of objects that have a center.

@@ -21,8 +21,9 @@ class Step(typing.NamedTuple):
     keys: Their keys.
     trained: (tf.Variable, key) of all variables of the optimizer, also of those
       without a gradient.
-    constrained: (tf.Variable, constraint) of those that have one, if a wrapper
-      may move them after the step.
+    moved: (tf.Variable, key, constraint or None) of those that a wrapper may
+      move after the step, if there is one that moves weights. Not of frozen
+      ones.
     cache: A `LookupCache` of the optimizer that takes it, for eager steps.
     accept: True, or a scalar bool tensor: whether it is taken. If it is a
       tensor, one op takes it, or nothing.
@@ -35,7 +36,7 @@ class Step(typing.NamedTuple):
   variables: list
   keys: list
   trained: list
-  constrained: list
+  moved: list
   cache: _lookup_cache.LookupCache
   accept: typing.Any = True
   compensation: typing.Any = None
@@ -58,10 +59,16 @@ class Step(typing.NamedTuple):
         (variable, _lazy.stored(_value(row[key])))
         for variable, key in self.trained if key in row)
 
+  def moved_pairs(self, row):
+    """The same for those that a wrapper may move."""
+    return _replicas.components(
+        (variable, _lazy.stored(_value(row[key])))
+        for variable, key, _ in self.moved if key in row)
+
   def constrain(self):
     """Applies constraints to weights that a wrapper has moved."""
-    for variable, constraint in self.constrained:
-      for v in _replicas.values(variable):
+    for variable, _, constraint in self.moved:
+      for v in _replicas.values(variable) if constraint is not None else ():
         v.assign(constraint(v.read_value()))
 
 

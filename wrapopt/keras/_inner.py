@@ -166,13 +166,15 @@ class Inner:
   def _step(self, variables):
     """The Step that updates variables."""
     opt, trained = self.opt, self.opt._trainable_variables
-    moves = any(f.changes_weights for f in self.followers)
+    keys = list(map(opt._var_key, variables))
+    moved = [v for v in trained if v.trainable or opt._var_key(v) in keys
+             ] if any(f.changes_weights for f in self.followers) else []
     return _followers.Step(
         tf.convert_to_tensor(opt.iterations),
-        list(map(_value, variables)), list(map(opt._var_key, variables)),
+        list(map(_value, variables)), keys,
         [(_value(v), opt._var_key(v)) for v in trained],
-        [(_value(v), v.constraint) for v in trained
-         if v.constraint is not None] if moves else [], self._cache)
+        [(_value(v), opt._var_key(v), v.constraint) for v in moved],
+        self._cache)
 
   def _update_by_rule(self, step, rule, grads, variables, learning_rate):
     """Updates variables by one op for each device and dtype.

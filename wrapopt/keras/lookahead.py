@@ -25,9 +25,10 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
   The slots of the inner optimizer do not change. All variables that it was
   built with move, also those without a gradient in this step: freeze a teacher
-  that your own code changes (`trainable = False`) before the build. If a
-  variable has a constraint, it acts once after each step, as in Keras, and once
-  on the weights that such a move has set.
+  that your own code changes (`trainable = False`). Frozen variables stay as
+  they are, with their slow weights. If a variable has a constraint, it acts
+  once after each step, as in Keras, and once on the weights that such a move
+  has set.
 
   Example:
 
@@ -122,7 +123,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
   def _follow(self, step):
     self._mark_begun()
-    fast, slow = map(list, zip(*step.all_pairs(self._slow)))
+    fast, slow = map(list, zip(*step.moved_pairs(self._slow)))
 
     def sync():
       ops.averaging_assign([slow, fast], [slow, fast],
