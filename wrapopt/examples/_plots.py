@@ -28,7 +28,7 @@ class Panel(NamedTuple):
 def _drawn(path, title, n_panels):
   """Makes a figure, and writes it: yields its axes, the unused ones at last."""
   # Readers who are colour-blind tell these colours apart.
-  with _extras.load("matplotlib.style").context("tableau-colorblind10"):
+  with _extras.load("matplotlib.style").context("petroff10"):
     figure, axes = _figure(n_panels)
     yield axes
     figure.suptitle(title)
