@@ -174,8 +174,7 @@ Example:
 Args:
   x: An x.
 
-      s = v
-  y: A y.""") == """A.
+      s = v""") == """A.
 
 ```asciimath
 `s = v`
@@ -195,5 +194,4 @@ Args:
 
   ```asciimath
   `s = v`
-  ```
-  y: A y."""
+  ```"""
