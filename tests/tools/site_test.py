@@ -27,7 +27,7 @@ sys.path.append(str(ROOT / "tools" / "site"))
 def folder(tmp_path_factory):
   path = tmp_path_factory.mktemp("site")
   done = subprocess.run(
-      [TOOLS / "bin" / "python", "-m", "mkdocs", "build", "--strict", "-q",
+      [TOOLS / "bin" / "python", "-m", "mkdocs", "build", "--strict",
        "-f", "tools/site/mkdocs.yml", "-d", path], cwd=ROOT, check=False,
       env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True,
       text=True)
@@ -156,6 +156,19 @@ def test_what_is_in_the_site(folder, address, browser):
 def test_asciimath(formula, expected):
   docstrings = pytest.importorskip("docstrings")
   assert docstrings.asciimath(formula) == expected
+
+
+def test_entries():
+  """What Google's style, as griffe reads it, does not have."""
+  docstrings = pytest.importorskip("docstrings")
+  named = "Raises:\n  A: If a.\n    More.\n  B: If b."
+  assert docstrings.markdown(named) == named
+  assert docstrings.markdown("Raises:\n  As `f`; also\n  g.\n") == (
+      "**Raises:**\n\n- As `f`; also g.\n")
+  assert docstrings.markdown("Raises:\n  A: If a\n    b.\n  As `f`.") == (
+      "**Raises:**\n\n- A: If a b.\n- As `f`.\n")
+  assert docstrings.markdown("Args:\n  x, y,\n    z: As there.\n") == (
+      "Args:\n  x: As there.\n  y: As there.\n  z: As there.\n")
 
 
 def test_markdown():

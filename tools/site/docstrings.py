@@ -1,4 +1,4 @@
-"""Makes Markdown of docstrings: fences around examples and formulas.
+"""Makes Markdown of docstrings: fences around examples and formulas; lists.
 
 An indented block is a formula in the notation AsciiMath, in which names may
 have several letters, unless something in it shows that it is code.
@@ -11,6 +11,8 @@ import griffe
 _EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", re.M)
 _CODE = re.compile(r"\w\.[a-z_]|[\"#:@\\]|--")
 _WORD = re.compile(r"[A-Za-z]\w*(?<!_)(?:_(?!\w|\())?(?:'s\b)?")
+_SEVERAL = re.compile(r"^  (\w+(?:,\s+\w+)+):\s+(.*)$", re.M)
+_RAISES = re.compile(r"^Raises:\n((?:  .*\n?)+)", re.M)
 _SYMBOLS = {"alpha", "beta", "epsilon", "exp", "gamma", "lambda", "rho", "sqrt",
             "sum", "tau"}
 
@@ -33,6 +35,21 @@ def asciimath(formula):
   return _WORD.sub(_word, formula).replace('" " ', " ")
 
 
+def _one_each(match):
+  """An entry for each of several names: `a, b: As there.`"""
+  return "\n".join(f"  {name}: {match[2]}"
+                   for name in re.split(r",\s+", match[1]))
+
+
+def _raises(match):
+  """A list of errors, if some of them are not named."""
+  items = re.split(r"(?<=\.)\n  (?=\S)", match[1].strip())
+  if all(re.match(r"[\w., ]+: ", item) for item in items):
+    return match[0]
+  return "**Raises:**\n\n" + "".join(
+      f"- {' '.join(item.split())}\n" for item in items)
+
+
 def _indent(line):
   return len(line) - len(line.lstrip())
 
@@ -41,6 +58,8 @@ def markdown(text):
   """Returns the Markdown of a docstring."""
   text = _EXAMPLE.sub(
       lambda match: f"{match[1]}```pycon\n{match[0]}\n{match[1]}```", text)
+  text = _SEVERAL.sub(_one_each, text)
+  text = _RAISES.sub(_raises, text)
   blocks, margin = [], 0
   for block in re.split(r"\n{2,}", text):
     lines = block.split("\n")
