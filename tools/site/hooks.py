@@ -31,8 +31,8 @@ def _reference():
 def on_config(config):
   config["pages"] = dict(_reference())
   config.nav.insert(2, {"Reference": [
-      {module: [{name.removeprefix(f"{module}.").replace(module, "Overview"):
-                 f"reference/{name}.md"}
+      {module: [{name.removeprefix(f"{module}.").replace(
+                     module, f"{module}: overview"): f"reference/{name}.md"}
                 for name in config["pages"] if name == module or (
                     name.rpartition(".")[0] == module and
                     name not in _MODULES)]}
