@@ -96,6 +96,6 @@ def draw_staleness(path, title, panels):
       ax.set_yscale("symlog", linthresh=1)
       ax.yaxis.set_major_formatter("{x:g}")
       ax.set(title=name, ylabel="gradients",
-             xlabel="staleness: updates that the weights lacked\n(the last bar: "
-             f"{len(counts) - 1} and more)")
+             xlabel="staleness: updates that the weights lacked\n(the last "
+             f"bar: {len(counts) - 1} and more)")
       ax.legend()
