@@ -382,6 +382,7 @@ class Rounds(stateful.RuleBasedStateMachine):
     if any(key[::2] == ("Enter", worker) for key in self.waits):
       return  # The error depends on which of the two comes first.
     old = self.processes[worker]
+    self.enter(worker, (-9, 0))  # It has been there.
     self.processes[worker] += 1
     self.enter(worker, (-9, 0))
     assert self.run("enter", LEAD, worker, old, (-9, 0), 1, 1., 1.) == (
