@@ -78,7 +78,7 @@ class Server:
   def __init__(self):
     self.place, self.closed, self.members, self.staged = (-1, 0), False, {}, {}
     self.newest, self.alive, self.last = -1, frozenset(), 0
-    self.owners = {}  # Of all turns.
+    self.owners = {}  # Of all turns that this server gave.
     self.expected, self.ended, self.center = None, ((-1, 0), ()), None
 
   def known(self, turn=-1, place=None):
@@ -134,7 +134,7 @@ class Server:
   def forget_turns(self, worker):
     """It enters again."""
     for turn in sorted(self.alive):
-      if self.owners[turn] == worker:
+      if self.owners.get(turn) == worker:
         self.end_turn(turn)
 
   def end_turn(self, turn):
@@ -493,7 +493,7 @@ class Rounds(stateful.RuleBasedStateMachine):
     place, expected = self.lead.place, self.lead.expected
     if (expected is None or worker in expected) and not any(
         op == "Enter" for op, *_ in self.waits) and not any(
-            self.lead.owners[turn] == worker for turn in self.lead.alive):
+            self.lead.owners.get(turn) == worker for turn in self.lead.alive):
       self.wait(("Enter", place, worker), [
           tf.constant(worker), integer(self.processes[worker]), integer(place),
           integer(MOST_TURNS), double(np.inf), double(np.inf)])
