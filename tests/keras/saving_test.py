@@ -1203,7 +1203,8 @@ import sys
 sys.modules["wrapopt"] = None
 import tensorflow as tf
 for folder in sys.argv[1:]:
-  print(tf.saved_model.load(folder).serve(tf.ones([1, 3])).numpy().tolist())
+  served = tf.saved_model.load(folder)
+  print(served.serve(tf.ones([1, 3])).numpy().tolist())
 """
 
 
