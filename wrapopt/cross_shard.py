@@ -24,7 +24,7 @@ class CrossShardOptimizer(WrapperOptimizer):
 
   Each of `n` shards computes the gradient of its own loss. The step is taken on
 
-      g = sum over the shards s of a group of scale * d loss_s / d v
+      g = sum over the shards s of a group of scale * (d loss_s) / (d v)
 
   with `scale` 1 / n for the mean of the losses and 1 for their sum. By default
   all shards are one group, and their weights stay equal. Several groups train

@@ -13,7 +13,7 @@ class LocalSGD(_training.LocalTraining):
   Each worker takes `sync_every` steps of its inner optimizer. Then the mean of
   the workers' variables, with the workers' weights `n_k`,
 
-      center = sum_k n_k w_k / sum_k n_k
+      center = (sum_k n_k w_k) / (sum_k n_k)
 
   becomes the next center, and all workers resume from it: a round. Servers hold
   the center and end the rounds, so no worker is special. If a worker stops, a

@@ -136,8 +136,8 @@ Reads a vector of the center, or of its velocity.
 
 A server replies to four workers at a time, so that its memory does not grow
 with their number. The others wait until Wrapopt>AveragingRelease, or until one
-of the four has read nothing for 10 seconds. Rounds wait for a worker that reads at
-the server that leads, unless its name is "".
+of the four has read nothing for 10 seconds. Rounds wait for a worker that reads
+at the server that leads, unless its name is "".
 
 rounds: From Wrapopt>AveragingRounds.
 worker: A scalar, the worker's name.

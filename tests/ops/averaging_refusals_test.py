@@ -290,7 +290,8 @@ def test_centers_that_are_not_there(mode):
 
 
 RANKS = {"join": [0], "enter": [0, 1], "stage": [0], "arrive": [0, 1],
-         "release": [0], "leave": [0], "follow": [0], "close": [1], "restore": [0],
+         "release": [0], "leave": [0], "follow": [0], "close": [1],
+         "restore": [0],
          "state": [1, 1, 1, 1],
          "outer_step": [1], "center": [1, 1], "mean": [1]}
 

@@ -315,13 +315,14 @@ def _mutants():
           "cc/kernels/step_lock.cc", "override { Release(); }", "override {}",
           "//tests/ops:step_lock_test")
   yield m("rounds: a late worker arrives", "cc/engine/rounds.h",
-          "*accepted = told.place == place() && !closed_ &&",
-          "*accepted = told.place == place() &&",
+          "accepted = told.place == place() && !closed_ &&",
+          "accepted = told.place == place() &&",
           "//tests/cc:rounds_test")
   yield m("rounds: an arrival takes no lock", "cc/engine/rounds.h",
           "Deferred after(this);\n"
           "    std::lock_guard<std::mutex> lock(mu_);\n"
-          "    *accepted =", "Deferred after(this);\n    *accepted =",
+          "    const bool accepted =",
+          "Deferred after(this);\n    const bool accepted =",
           _TSAN)
   yield m("rounds: the members of servers may differ", "cc/engine/rounds.h",
           "if (known.closed && known.workers == Workers())",
@@ -334,8 +335,11 @@ def _mutants():
           "//tests/cc:rounds_test")
   yield m("rounds: a worker that enters again keeps its turn",
           "cc/engine/rounds.h",
-          "if (room.ok()) ForgetTurns(wait.worker, after);", "",
-          "//tests/ops:rounds_model_test")
+          "ForgetTurns(wait.worker, after);\n    return known;",
+          "return known;", "//tests/ops:rounds_model_test")
+  yield m("rounds: one that has left is waited for", "cc/engine/rounds.h",
+          "members_.size() + absent()", "members_.size()",
+          "//tests/cc:rounds_test")
   yield m("rounds: all workers read at once", "cc/engine/rounds.h",
           "kMostReaders = 4", "kMostReaders = 4000",
           "//tests/ops:averaging_rounds_test")
@@ -358,7 +362,7 @@ def _mutants():
           "//tests/workers:local_training_test")
   yield m("rounds: jobs of one name are not told apart",
           "wrapopt/_local/_server.py",
-          "return holds and number not in (0, self.number)", "return False",
+          "is_other = holds and", "is_other = False and",
           "//tests/workers:local_training_test")
   yield m("rounds: weights that a callback has restored are sent",
           "wrapopt/keras/local_rounds.py",

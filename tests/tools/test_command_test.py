@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-FILES = ("requirements.txt", "tools/setup", "tools/test")
+FILES = ("requirements-tools.txt", "requirements.txt", "tools/setup",
+         "tools/test")
 
 # Stand for Bazel, whose `cquery` finds the targets in $NEEDING and whose
 # `query` finds two, and for the interpreter of an environment. They write
@@ -37,7 +38,8 @@ def run(tmp_path):
     (tmp_path / path).parent.mkdir(exist_ok=True)
     shutil.copy(path, tmp_path / path)
   for name, text in ("bazel", BAZEL), ("python", PYTHON), (
-      "nvidia-smi", "#!/bin/bash\nexit 9\n"):
+      "nvidia-smi", "#!/bin/bash\nexit 9\n"), ("chromium", ""), (
+          "chromedriver", ""):
     (tmp_path / "bin").mkdir(exist_ok=True)
     (tmp_path / "bin" / name).write_text(text)
     (tmp_path / "bin" / name).chmod(0o755)
@@ -88,12 +90,14 @@ def test_all_targets(run):
   assert any(call.startswith("bazel test //... ") for call in calls)
 
 
-@pytest.mark.parametrize("tag, package", [
-    ("torch", "torch=="), ("programs", "keras-hub==")])
-def test_environments_of_the_night(tag, package, run, tmp_path):
+@pytest.mark.parametrize("tag, venv, package", [
+    ("torch", ".venv-torch", "torch=="),
+    ("programs", ".venv-programs", "keras-hub=="),
+    ("browser", ".venv-tools", "selenium==")])
+def test_environments_of_the_night(tag, venv, package, run, tmp_path):
   calls, _ = run("--nightly", needing="//tests:a (1)\n")
   assert any(f"attr(tags, {tag}, set(//... " in call for call in calls)
-  assert package in (tmp_path / f".venv-{tag}" / ".installed").read_text()
+  assert package in (tmp_path / venv / ".installed").read_text()
   (tmp_path / "calls").unlink()
   calls, _ = run("//tests:a", needing="//tests:a (1)\n")
   assert not any(tag in call for call in calls)

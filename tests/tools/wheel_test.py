@@ -143,7 +143,7 @@ def test_metadata(wheel, info):
   versions = f"<{major}.{minor + 1},>={least}"
   for machine, name in ("x86_64", "tensorflow-cpu"), ("aarch64", "tensorflow"):
     assert extras(machine) == {
-        "examples": {"matplotlib": "", "scikit-learn": "", "tqdm": ""},
+        "examples": {"matplotlib": ">=3.10", "scikit-learn": "", "tqdm": ""},
         "tensorflow": {"tensorflow": versions},
         "tensorflow-cpu": {name: versions},
     }

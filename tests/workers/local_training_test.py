@@ -231,7 +231,7 @@ def test_a_worker_that_fails_has_not_left():
   local = new("a")
   with pytest.raises(ZeroDivisionError), new("b") as other:
     1 / 0  # pylint: disable=pointless-statement
-  with pytest.raises(tf.errors.DeadlineExceededError, match="1 .*, but needs 2"):
+  with pytest.raises(tf.errors.DeadlineExceededError, match=", but needs 2"):
     local.step()
   other.leave()
   local.step()

@@ -1102,6 +1102,7 @@ class World:
       # The lead was lost before it has told others.
       for name in unknown:
         self._start_worker(name)
+      self.trouble(0.0, False)  # Others wait for them at the same time.
       return True
     # A fault that ended long ago is no reason.
     recently = self.now - DEADLINE_SECS / 2 + 2

@@ -61,23 +61,24 @@ in the model, before you evaluate it:
 
 All steps to an average whose width is chosen after training:
 
-1. Keep two averages in the run, and write their snapshots:
+1.  Keep two averages in the run, and write their snapshots:
 
-       opt = wrapopt.keras.MovingAverage(
-           "adam", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)])
-       model.compile(opt, ...)
-       model.fit(..., callbacks=[wrapopt.keras.Snapshots("run/snapshots", 500)])
+        opt = wrapopt.keras.MovingAverage(
+            "adam", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)])
+        snapshots = wrapopt.keras.Snapshots("run/snapshots", 500)
+        model.compile(opt, ...)
+        model.fit(..., callbacks=[snapshots])
 
-   In a v1 session, pass `wrapopt.checkpoints.SnapshotHook` to a
-   `MonitoredSession`.
+    In a v1 session, pass `wrapopt.checkpoints.SnapshotHook` to a
+    `MonitoredSession`.
 
-2. Compute averages of any width, and evaluate them:
+2.  Compute averages of any width, and evaluate them:
 
-       wrapopt.checkpoints.posthoc("run/snapshots", "width.weights.h5",
-                                   relative_width=0.08)
-       model.load_weights("width.weights.h5")
-       wrapopt.keras.recalibrate_batch_norm(model, dataset)
-       model.evaluate(...)
+        wrapopt.checkpoints.posthoc("run/snapshots", "width.weights.h5",
+                                    relative_width=0.08)
+        model.load_weights("width.weights.h5")
+        wrapopt.keras.recalibrate_batch_norm(model, dataset)
+        model.evaluate(...)
 
 `python -m wrapopt.examples.averages widths` does both on real data.
 

@@ -1,5 +1,6 @@
 """The figures of the examples."""
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,17 @@ class Panel(NamedTuple):
   label: str
   curves: dict
   x_scale: str = "linear"
+
+
+@contextlib.contextmanager
+def _drawn(path, title, n_panels):
+  """Makes a figure, and writes it: yields its axes, the unused ones at last."""
+  # Readers who are colour-blind tell these colours apart.
+  with _extras.load("matplotlib.style").context("petroff10"):
+    figure, axes = _figure(n_panels)
+    yield axes
+    figure.suptitle(title)
+    figure.savefig(path, dpi=100)
 
 
 def _figure(n_panels):
@@ -45,44 +57,45 @@ def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):
     shown: The quantiles that limit the y axis. The first numbers of a training
       are far off.
   """
-  figure, axes = _figure(len(panels))
-  for ax, panel in zip(axes, panels):
-    means = []
-    for label, (x, y, style) in panel.curves.items():
-      seeds = np.atleast_2d(y)
-      means.append(seeds.mean(axis=0))
-      [line] = ax.plot(x, means[-1], style, label=label)
-      ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), alpha=0.13,
-                      color=line.get_color(), linewidth=0)
-    # Without those that diverge.
-    best = np.nanmin([mean[-1] for mean in means])
-    low, high = np.quantile(np.concatenate(
-        [mean for mean in means if mean[-1] <= 10 * best]), shown)
-    room = 0.1 * (high - low) or 1
-    ax.set(title=panel.title, xlabel=x_label, ylabel=panel.label,
-           ylim=(low - room, high + room), xscale=panel.x_scale)
-    if panel.x_scale == "log":
-      ax.xaxis.set_major_formatter("{x:g}")
-    ax.grid(alpha=0.3)
-  lines, labels = axes[0].get_legend_handles_labels()
-  figure.legend(lines, labels, loc="outside lower center", ncols=4,
-                fontsize="small")
-  figure.suptitle(title)
-  figure.savefig(path, dpi=100)
+  with _drawn(path, title, len(panels)) as axes:
+    for ax, panel in zip(axes, panels):
+      means = []
+      for label, (x, y, style) in panel.curves.items():
+        seeds = np.atleast_2d(y)
+        means.append(seeds.mean(axis=0))
+        [line] = ax.plot(x, means[-1], style, label=label)
+        ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), alpha=0.13,
+                        color=line.get_color(), linewidth=0)
+      # Without those that diverge.
+      best = np.nanmin([mean[-1] for mean in means])
+      low, high = np.quantile(np.concatenate(
+          [mean for mean in means if mean[-1] <= 10 * best]), shown)
+      room = 0.1 * (high - low) or 1
+      ax.set(title=panel.title, xlabel=x_label, ylabel=panel.label,
+             ylim=(low - room, high + room), xscale=panel.x_scale)
+      if panel.x_scale == "log":
+        ax.xaxis.set_major_formatter("{x:g}")
+      ax.grid(alpha=0.3)
+    # In the empty corner, if there is one.
+    lines, labels = axes[0].get_legend_handles_labels()
+    if len(axes) > len(panels):
+      axes[-1].legend(lines, labels, loc="center")
+    else:
+      axes[0].figure.legend(lines, labels, loc="outside lower center", ncols=4,
+                            fontsize="small")
 
 
 def draw_staleness(path, title, panels):
   """Draws histograms of staleness: {title: {label: counts}}."""
-  figure, axes = _figure(len(panels))
-  for ax, (name, bars) in zip(axes, panels.items()):
-    width = 0.8 / len(bars)
-    for i, (label, counts) in enumerate(bars.items()):
-      ax.bar(np.arange(len(counts)) + (i + 0.5) * width - 0.4, counts, width,
-             label=label)
-    ax.set_yscale("symlog", linthresh=1)
-    ax.set(title=name, ylabel="gradients",
-           xlabel="staleness: updates that the weights lacked\n(the last bar: "
-           f"{len(counts) - 1} and more)")
-    ax.legend()
-  figure.suptitle(title)
-  figure.savefig(path, dpi=100)
+  with _drawn(path, title, len(panels)) as axes:
+    for ax, (name, bars) in zip(axes, panels.items()):
+      width = 0.8 / len(bars)
+      for i, (label, counts) in enumerate(bars.items()):
+        ax.bar(np.arange(len(counts)) + (i + 0.5) * width - 0.4, counts, width,
+               label=label)
+      ax.set_yscale("symlog", linthresh=1)
+      ax.yaxis.set_major_formatter("{x:g}")
+      ax.set(title=name, ylabel="gradients",
+             xlabel="staleness: updates that the weights lacked\n(the last "
+             f"bar: {len(counts) - 1} and more)")
+      ax.legend()

@@ -35,13 +35,19 @@ class Compensation:
   computed from. The rule takes its step with `c` instead of `g`. All of it
   happens in the pass of the step.
 
-      ConstantDelayCompensation    c = g + lambda g^2 (w - o)
-      DelayCompensation            mean_square += rate (g^2 - mean_square)
-                                   c = g + lambda / sqrt(mean_square + epsilon)
-                                       g^2 (w - o)
-      GapAware                     c = g / (1 + |w - o| / step_size)
-                                   after the step from w to w2:
-                                   step_size += rate (|w2 - w| - step_size)
+  `ConstantDelayCompensation`:
+
+      c = g + lambda g^2 (w - o)
+
+  `DelayCompensation`:
+
+      mean_square += rate (g^2 - mean_square)
+      c = g + lambda / sqrt(mean_square + epsilon) g^2 (w - o)
+
+  `GapAware`, whose last line follows the step from w to w2:
+
+      c = g / (1 + |w - o| / step_size)
+      step_size += rate (|w2 - w| - step_size)
 
   Where `w` is `o`, `c` is `g` to the bit. Where `step_size` is 0, `c` is `g`,
   and `step_size` becomes `|w2 - w|`. The states begin at zero. float16 and
