@@ -26,6 +26,7 @@ def metadata(args):
       f"Requires-Python: {args.requires_python}",
   ]
   lines += [f"Classifier: {classifier}" for classifier in args.classifier]
+  lines += [f"Project-URL: {url}" for url in args.url]
   lines += [f"Requires-Dist: {requirement}" for requirement in args.requires]
   extras = sorted(pair.split("=", 1) for pair in args.extra)
   lines += [f"Provides-Extra: {extra}"
@@ -99,6 +100,9 @@ def main():
   parser.add_argument("--license_file", action="append", required=True)
   parser.add_argument("--keywords", required=True)
   parser.add_argument("--classifier", action="append", default=[])
+  parser.add_argument("--url", action="append", default=[],
+                      metavar="LABEL, URL")
+  parser.add_argument("--sbom", action="append", default=[])
   parser.add_argument("--requires_python", required=True)
   parser.add_argument("--requires", action="append", default=[])
   parser.add_argument("--extra", action="append", default=[],
@@ -108,14 +112,15 @@ def main():
   args = parser.parse_args()
 
   info = f"{args.package}-{args.version}.dist-info"
-  licenses = []
-  for path in args.license_file:
-    with open(path, "rb") as f:
-      licenses.append((f"{info}/licenses/{_name(path)}", f.read()))
+  documents = []
+  for folder, paths in ("licenses", args.license_file), ("sboms", args.sbom):
+    for path in paths:
+      with open(path, "rb") as f:
+        documents.append((f"{info}/{folder}/{_name(path)}", f.read()))
   files = sorted(package_files(args).items()) + [
       (f"{info}/METADATA", metadata(args).encode()),
       (f"{info}/WHEEL", wheel_info(args).encode()),
-      *licenses,
+      *documents,
       (f"{info}/top_level.txt", f"{args.package}\n".encode()),
   ]
   write(args.out, files, info)

@@ -22,6 +22,9 @@ def _wheel_impl(ctx):
     args.add_all(ctx.attr.classifiers, before_each = "--classifier")
     args.add("--requires_python", ctx.attr.requires_python)
     args.add_all(ctx.attr.requires, before_each = "--requires")
+    for label, url in ctx.attr.urls.items():
+        args.add("--url", label + ", " + url)
+    args.add_all(ctx.files.sboms, before_each = "--sbom")
     for extra, requirements in ctx.attr.extras.items():
         args.add_all(
             requirements,
@@ -32,7 +35,7 @@ def _wheel_impl(ctx):
         args.add("--file", f, format = f.short_path + "=%s")
     ctx.actions.run(
         outputs = [out],
-        inputs = ctx.files.srcs + ctx.files.license_files + [
+        inputs = ctx.files.srcs + ctx.files.license_files + ctx.files.sboms + [
             ctx.file.readme,
             ctx.file._builder,
         ],
@@ -61,9 +64,11 @@ wheel = rule(
         "readme": attr.label(allow_single_file = True, mandatory = True),
         "requires": attr.string_list(),
         "requires_python": attr.string(mandatory = True),
+        "sboms": attr.label_list(allow_files = True),
         "srcs": attr.label_list(allow_files = True, mandatory = True),
         "summary": attr.string(mandatory = True),
         "tag": attr.string(mandatory = True),
+        "urls": attr.string_dict(doc = "Project-URLs by their labels."),
         "version": attr.string(mandatory = True),
         "_builder": attr.label(
             allow_single_file = True,

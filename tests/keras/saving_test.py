@@ -1,5 +1,6 @@
 """Files and checkpoints of Keras models with averages."""
 
+import ast
 import contextlib
 import copy
 import os
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import keras_versions
+from processes import run_python
 import wrapopt.keras
 from wrapopt.keras import Lookahead
 from wrapopt.keras import MovingAverage
@@ -1194,3 +1196,43 @@ def test_averages_that_began_later_than_the_count_of_steps():
   # Weights 1, 2 and 3 of the values 1, 2 and 3 would be 14 / 6.
   assert 0 < v.numpy() - opt.average(v).numpy()
   assert opt.average_steps() == 3
+
+
+SERVE = """
+import sys
+sys.modules["wrapopt"] = None
+import tensorflow as tf
+for folder in sys.argv[1:]:
+  served = tf.saved_model.load(folder)
+  print(served.serve(tf.ones([1, 3])).numpy().tolist())
+"""
+
+
+def test_exported_models_run_where_wrapopt_is_not_installed(tmp_path):
+  wrappers = {
+      "MovingAverage": lambda: wrapopt.keras.MovingAverage("adam", 0.5),
+      "SWA": lambda: wrapopt.keras.SWA("adam", 0),
+      "Lookahead": lambda: wrapopt.keras.Lookahead("adam"),
+      "ScheduleFree": lambda: wrapopt.keras.ScheduleFree("adam"),
+      "PrimalAverage": lambda: wrapopt.keras.PrimalAverage("adam", 0.5, 0.5),
+      "LazyAdam": wrapopt.keras.LazyAdam,
+      "DropStaleGradient": lambda: wrapopt.keras.DropStaleGradient("adam", 1),
+  }
+  assert wrappers.keys() == {
+      name for name, thing in vars(wrapopt.keras).items()
+      if isinstance(thing, type) and issubclass(thing, optimizers.Optimizer)}
+  expected = []
+  for name, wrapper in wrappers.items():
+    model = make()
+    model.compile(wrapper(), "mse")
+    if name != "DropStaleGradient":  # It needs a train_step() of its own.
+      model.fit(*data(), batch_size=4, verbose=0)
+    folder = tmp_path / name
+    model.export(folder, verbose=False)
+    expected.append(model(np.ones((1, 3))).numpy().tolist())
+    assert b"Wrapopt" not in (folder / "saved_model.pb").read_bytes()
+  process = run_python("-c", SERVE, *(str(tmp_path / name)
+                                      for name in wrappers))
+  assert process.returncode == 0, process.stderr
+  printed = [ast.literal_eval(line) for line in process.stdout.splitlines()]
+  np.testing.assert_allclose(printed, expected, rtol=1e-6)

@@ -85,7 +85,7 @@ def test_block(name, server, tmp_path):
 
 
 def test_there_are_blocks():
-  assert len([name for name in BLOCKS if name.startswith("README")]) == 3
+  assert len([name for name in BLOCKS if name.startswith("README")]) == 2
   assert len([name for name in BLOCKS if "migration" in name]) >= 8
 
 
@@ -290,7 +290,7 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize("guide", [
-    *GUIDES, "CHANGELOG.md", "CONTRIBUTING.md", "cc/README.md",
+    *GUIDES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "cc/README.md",
     "tests/README.md", "wrapopt/bench/README.md", "wrapopt/examples/README.md"])
 def test_links(guide):
   for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(guide)):

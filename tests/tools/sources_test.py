@@ -1,5 +1,6 @@
 """What holds for the sources as a whole: short lines, known mutants."""
 
+import glob
 import os
 import re
 import subprocess
@@ -84,3 +85,33 @@ def test_a_mutant_changes_a_source(mutant):
   """Else nobody would know before it is run."""
   with open(os.path.join(ROOT, mutant.file)) as f:
     assert mutant.before in f.read()
+
+
+def papers_in(text):
+  """[(name, year), ...], [title or number of arXiv, ...] that a text cites."""
+  text = re.sub(r"\s*\n\s*(?://|#)?\s*", " ", text)
+  titles = re.findall(
+      r'"([^"]{12,200})"(?: \(\w+\))?(?:, section [\w.]+)?,'
+      r' (?:[A-Za-z]+ )?(?:19|20)\d\d\b', text)
+  return (re.findall(r"\b([A-Z][a-z]+)(?: et al\.| and [A-Z]\w+)?,? "
+                     r"((?:19|20)\d\d)\b", text),
+          titles + re.findall(r"arXiv (\d{4}\.\d{5})", text))
+
+
+def test_the_list_of_papers_has_all():
+  with open(os.path.join(ROOT, "wrapopt/docs/papers.md"),
+            encoding="utf-8") as f:
+    entries = [re.sub(r"\s+", " ", entry).lower()
+               for entry in re.split(r"\n(?=[|-])", f.read())]
+  count, missing = 0, []
+  for pattern in "README.md", "wrapopt/**/*.py", "cc/**/*.h", "cc/**/*.cc":
+    for path in glob.glob(os.path.join(ROOT, pattern), recursive=True):
+      with open(path, encoding="utf-8") as f:
+        names, others = papers_in(f.read())
+      for words in [*names, *([other] for other in others)]:
+        count += 1
+        if not any(all(word.lower() in entry for word in words)
+                   for entry in entries):
+          missing.append(f"{os.path.relpath(path, ROOT)}: {', '.join(words)}")
+  assert not missing, "\n".join(missing)
+  assert count > 60

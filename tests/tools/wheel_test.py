@@ -3,6 +3,7 @@
 import base64
 import email
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -11,6 +12,7 @@ import sys
 import zipfile
 
 from auditwheel import wheel_abi
+from cyclonedx.model.bom import Bom
 from elftools.elf import elffile
 from packaging import requirements
 from packaging import utils
@@ -116,6 +118,12 @@ def test_metadata(wheel, info):
   with open("README.md", encoding="utf-8") as f:
     assert metadata.get_payload() == f.read()
 
+  urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+  assert urls.keys() == {"Homepage", "Documentation", "Source", "Issues",
+                         "Changelog", "Security"}
+  # The owner fills in one place.
+  assert all(url.startswith(urls["Homepage"]) for url in urls.values())
+
   needs = [requirements.Requirement(r)
            for r in metadata.get_all("Requires-Dist")]
   # One of the two distributions of TensorFlow is there: which one is the
@@ -147,7 +155,8 @@ def test_holds_wrapopt_and_nothing_else(wheel, info):
     assert z.testzip() is None
   assert {n for n in names if n.startswith(info)} == {
       f"{info}/{n}" for n in ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE",
-                              "licenses/NOTICE", "top_level.txt"]}
+                              "licenses/NOTICE", f"sboms/{OPS}.cdx.json",
+                              "top_level.txt"]}
   for name in "LICENSE", "NOTICE":
     with zipfile.ZipFile(wheel) as z, open(name, "rb") as f:
       assert z.read(f"{info}/licenses/{name}") == f.read()
@@ -158,6 +167,28 @@ def test_holds_wrapopt_and_nothing_else(wheel, info):
   assert all(n.startswith("wrapopt/") for n in package)
   assert "wrapopt/__init__.py" in package
   assert "wrapopt/BUILD" not in package
+
+
+def test_sbom(wheel, info):
+  """It names what NOTICE names, and what compiled the GPU kernels."""
+  with zipfile.ZipFile(wheel) as z:
+    text = z.read(f"{info}/sboms/{OPS}.cdx.json")
+    notice = z.read(f"{info}/licenses/NOTICE").decode()
+  bom = Bom.from_json(json.loads(text))
+  assert (bom.metadata.component.name, bom.metadata.component.version) == (
+      "wrapopt", wheel.name.split("-")[1])
+  components = {c.name: c for c in bom.components}
+  assert components.pop("tensorflow").version == tf.__version__
+  compiler = components.pop("nvrtc", None)
+  assert bool(compiler) == wheel.name.endswith("x86_64.whl")
+  assert compiler is None or compiler.scope.value == "excluded"
+  assert {name for name, c in components.items() if not c.version} == {
+      "xla", "ml_dtypes"}
+  named = re.findall("(?m)^- (.*?):", notice)
+  assert named == ["TensorFlow, XLA and ml_dtypes", "Abseil", "Eigen",
+                   "Protocol Buffers"]
+  assert components.keys() == {"xla", "ml_dtypes", "abseil", "eigen",
+                               "protobuf"}
 
 
 def test_size(wheel):

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import mmap
 import os
+import re
 import runpy
 import sys
 import sysconfig
@@ -39,6 +40,44 @@ def nvrtc_version():
     sys.exit(f"{sys.executable} has no package '{e.name}', which compiles the "
              "GPU kernels: run ./tools/quickstart, or pip install -r "
              "requirements.txt")
+
+
+def compiled_in(include, tf_version, nvrtc):
+  """What is compiled into the libraries, or compiles them, for tools/sbom.py.
+
+  NOTICE names the same packages.
+  """
+  macros = {}
+  for header in ("absl/base/config.h", "google/protobuf/runtime_version.h",
+                 # Eigen before 5 has its version in the first, later in the
+                 # second.
+                 "Eigen/src/Core/util/Macros.h", "Eigen/Version"):
+    if os.path.exists(os.path.join(include, header)):
+      with open(os.path.join(include, header), encoding="utf-8") as f:
+        macros.update(re.findall(
+            r"^#define (\w+_(?:VERSION|PATCH_LEVEL)) (\d+)$", f.read(),
+            re.MULTILINE))
+
+  def version(*names):
+    return ".".join(macros[name] for name in names)
+
+  absl = version("ABSL_LTS_RELEASE_VERSION", "ABSL_LTS_RELEASE_PATCH_LEVEL")
+  eigen = version(*(f"EIGEN_{part}_VERSION" for part in (
+      ("MAJOR", "MINOR", "PATCH") if "EIGEN_PATCH_VERSION" in macros
+      else ("WORLD", "MAJOR", "MINOR"))))
+  number = int(macros["PROTOBUF_OSS_VERSION"])
+  protobuf = f"{number // 1000 % 1000}.{number % 1000}"
+  return [
+      f"tensorflow {tf_version} Apache-2.0 pkg:pypi/tensorflow@{tf_version}",
+      # They have no version of their own in the wheel.
+      "xla ? Apache-2.0 pkg:github/openxla/xla",
+      "ml_dtypes ? Apache-2.0 pkg:pypi/ml-dtypes",
+      f"abseil {absl} Apache-2.0 pkg:github/abseil/abseil-cpp@{absl}",
+      f"eigen {eigen} MPL-2.0 pkg:gitlab/libeigen/eigen@{eigen}",
+      f"protobuf {protobuf} BSD-3-Clause "
+      f"pkg:github/protocolbuffers/protobuf@v{protobuf}",
+  ] + ([f"nvrtc {nvrtc} - pkg:pypi/nvidia-cuda-nvrtc-cu12@{nvrtc}"]
+       if nvrtc else [])
 
 
 def tensorflow_cxx11_abi(tf):
@@ -80,18 +119,22 @@ def main():
   if tf_version is None:
     sys.exit(f"no distribution of {sys.executable} owns {tf}")
 
+  processor, nvrtc = machine(tf), nvrtc_version()
   print(json.dumps({
+      # TensorFlow's wheels for aarch64 have no CUDA.
+      "compiled_in": compiled_in(tf_include, tf_version,
+                                 nvrtc if processor == "x86_64" else None),
       "wrapopt_version": run("version.py")["__version__"],
       "python": sys.executable,
       "python_include": python_include(tf),
-      "machine": machine(tf),
+      "machine": processor,
       "tf_dir": tf,
       "tf_include": tf_include,
       "tf_version": tf_version,
       "cxx11_abi": tensorflow_cxx11_abi(tf),
       # The built package reads it with the same function at import.
       "absl_namespace": sysconfig_of_wrapopt["_absl_namespace"](tf_include),
-      "nvrtc_version": nvrtc_version(),
+      "nvrtc_version": nvrtc,
       "pybind11_include": os.path.join(package_dir("pybind11"), "include"),
       # Not wrapopt, which tools/quickstart installs into the interpreter: the
       # tests run the built one.

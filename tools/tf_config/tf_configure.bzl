@@ -49,6 +49,7 @@ def _tf_configure_impl(ctx):
 
     ctx.file("config.bzl", "\n".join([
         "ABSL_NAMESPACE = %r" % found["absl_namespace"],
+        "COMPILED_IN = %r" % found["compiled_in"],
         "CXX11_ABI = %r" % int(found["cxx11_abi"]),
         "MACHINE = %r" % found["machine"],
         "NVRTC_VERSION = %r" % found["nvrtc_version"],
