@@ -432,6 +432,8 @@ class Model:
           self.begun[name], self.slow = True, [x.copy() for x in old]
         if (before + 1) % options["period"] == 0:
           for i in self.order:
+            if not self.trained[i]:
+              continue
             self.slow[i] += options["step"] * (self.values[i] - self.slow[i])
             self.values[i] = self.slow[i].copy()
 
