@@ -327,7 +327,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
  private:
-  // What to do about names of workers, in errors.
+  // The ends of errors about names: they say what to do.
   static constexpr char kUniqueName[] =
       ": give each worker a unique name that does not change, or correct "
       "num_workers";
@@ -530,19 +530,20 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // The number of workers that the round does not wait for.
   int64_t came() const { return members_.size() + absent(); }
 
-  bool Suffice(int64_t min_workers) const {
-    return !members_.empty() && came() >= min_workers;
+  bool Suffice(int64_t came, int64_t min_workers) const {
+    return !members_.empty() && came >= min_workers;
   }
 
   // Closes the round if its members suffice for a wait, and answers all waits
   // that are over.
   void AnswerReadyWaits(Deferred* after) {
+    const int64_t all = came();  // Of all waits: many may have left.
     for (auto& [id, wait] : waits_) {
       if (closed_ || wait.what != For::kClose || wait.place != place()) {
         continue;
       }
-      if (!Suffice(wait.min_workers)) continue;
-      if (came() >= num_workers_ ||
+      if (!Suffice(all, wait.min_workers)) continue;
+      if (all >= num_workers_ ||
           expected_.HaveCome([this](const std::string& name) {
             return members_.count(name) > 0 ||
                    processes_.left().count(name) > 0;
@@ -603,7 +604,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
     const RoundWait& wait = found->second;
-    if (wait.what == For::kClose && Suffice(wait.min_workers)) {
+    if (wait.what == For::kClose && Suffice(came(), wait.min_workers)) {
       // A missing worker is not expected again until it enters.
       expected_.Only(Workers());
       Close();

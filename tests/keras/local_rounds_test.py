@@ -161,7 +161,7 @@ def test_fit_ends_with_the_center_on_request(caplog):
 
 @pytest.mark.parametrize("leave_at_end", [True, False])
 def test_others_go_on_when_fit_has_ended(leave_at_end, caplog):
-  """Of two workers, one has less data."""
+  """One of two workers has less data than the other."""
   server = server_module.start()
   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
       1, use_bias=False, kernel_initializer="zeros")])

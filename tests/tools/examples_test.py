@@ -56,7 +56,7 @@ def run(tmp_path, program, *args, figure="curves.png"):
   if figure is not None:
     assert [str(out / figure)] in lines
     pixels = image.imread(out / figure)  # Decodes all of it.
-    for color in ((31, 119, 180), (255, 127, 14)):  # Blue and orange.
+    for color in ((63, 144, 218), (255, 169, 14)):  # Blue and orange.
       same = np.abs(pixels[..., :3] * 255 - color).max(axis=-1) < 1
       assert same.sum() > 100, color
   processes.wait_until(lambda: not processes.marked(mark),

@@ -72,7 +72,7 @@ def resize(browser, width):
       "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
 
 
-# What is wrong with a page, when its formulas are drawn.
+# A page tells what is wrong with it after its formulas are drawn.
 FAULTS = """
 const done = arguments[arguments.length - 1];
 const name = (e) => (e.id || e.className || e.outerHTML).slice(0, 80);
@@ -159,7 +159,7 @@ def test_asciimath(formula, expected):
 
 
 def test_entries():
-  """What Google's style, as griffe reads it, does not have."""
+  """Entries of sections are rewritten as griffe, which reads them, needs."""
   docstrings = pytest.importorskip("docstrings")
   named = "Raises:\n  A: If a.\n    More.\n  B: If b."
   assert docstrings.markdown(named) == named

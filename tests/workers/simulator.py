@@ -593,7 +593,7 @@ class Oracle:
           held[0], self._world.part(member.center, index)):
         raise Violation(f"a worker holds a center of {member.place} that "
                         f"server {index} did not have")
-    # Of two jobs, the older one goes on, if clocks agree.
+    # The older one of two jobs goes on, if clocks agree.
     first = self._first_of(member.place)
     job = self._jobs[member.place]
     if before in self._jobs and first not in (
@@ -645,8 +645,8 @@ class Plan:
                           for _ in range(self.num_workers)]
     self.train_secs = [rng.choice([0.5, 0.5, 2.0, 1.2 * DEADLINE_SECS])
                        for _ in range(self.num_workers)]
-    # Of some workers: after how many rounds they leave, for how long, how they
-    # come back, and the faults soon after.
+    # Some workers leave: {name: (after how many rounds, for how long, how they
+    # come back, the faults soon after)}.
     self.leaves = {}
     for i in range(rng.choice([0, 0, self.num_workers])):
       if rng.random() < 0.6:

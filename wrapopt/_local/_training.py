@@ -216,8 +216,8 @@ class LocalTraining(trackable.Trackable):
 
     From now on, no round waits for it, and it counts as one of `min_workers`.
     The last worker goes on alone. The variables stay as they are: the steps
-    since the last round are this worker's own. If it calls `step`,
-    `take_center` or `leave` again, it comes back.
+    since the last round are this worker's own. Its next `step` or `take_center`
+    brings it back. No effect if another process has taken the worker's name.
 
     A `with` block calls it at its end. If the block ends with an exception, it
     only calls `close`, so the worker is missing.
@@ -225,8 +225,6 @@ class LocalTraining(trackable.Trackable):
     Raises:
       tf.errors.DeadlineExceededError: If the server that leads does not answer
         within `round_timeout_secs`.
-      tf.errors.InvalidArgumentError: If another process has taken the worker's
-        name.
     """
     self._member.leave()
 
