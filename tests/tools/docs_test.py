@@ -8,8 +8,11 @@ import multiprocessing
 import os
 import re
 import runpy
+import shlex
+import sys
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
@@ -44,12 +47,18 @@ BLOCKS = {f"{guide}-{i}": match.groups("")
           for i, match in enumerate(BLOCK.finditer(read(guide)))}
 
 
-def run_block(program, out, err, folder):
+# The examples take minutes to hours: see examples_test.
+COMMANDS = [line.replace("\\\n", "") for guide in GUIDES for line in re.findall(
+    r"^ {4}python -m (wrapopt(?!\.examples)(?:.*\\\n)*.*)", read(guide), re.M)]
+
+
+def run_main(run, program, argv, out, err, folder):
   """Runs a program, with its output and its errors in files."""
   os.chdir(folder)
   for path, number in (out, 1), (err, 2):
     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
-  runpy.run_path(str(program), run_name="__main__")
+  sys.argv = [str(program), *argv]
+  run(str(program), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,8 @@ def test_block(name, server, tmp_path):
   program.write_text(code, encoding="utf-8")
   folder = tmp_path / "folder"
   folder.mkdir()
-  process = server.Process(target=run_block, args=(program, out, err, folder))
+  process = server.Process(target=run_main, args=(
+      runpy.run_path, program, [], out, err, folder))
   process.start()
   process.join(300)
   assert process.exitcode == 0, err.read_text(encoding="utf-8")
@@ -84,7 +94,42 @@ def test_block(name, server, tmp_path):
     assert {"w", "w/ExponentialMovingAverage", "w/Adam"} <= set(names)
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A folder with what the commands read: checkpoints of a run."""
+  folder = tmp_path_factory.mktemp("commands")
+  x = np.ones((1000, 1))
+  model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+  model.compile(wrapopt.keras.MovingAverage(
+      "sgd", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)]), "mse")
+  manager = tf.train.CheckpointManager(
+      tf.train.Checkpoint(model=model), folder / "run", max_to_keep=5)
+  for name in "abcde":
+    model.fit(x, 3 * x, batch_size=2, verbose=0, callbacks=[
+        wrapopt.keras.Snapshots(folder / "run" / "snapshots", 250)])
+    model.save(folder / f"{name}.keras")
+    manager.save(int(model.optimizer.iterations))
+  return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command, server, run, tmp_path):
+  module, *argv = shlex.split(command)
+  out, err = tmp_path / "out", tmp_path / "err"
+  process = server.Process(target=run_main, args=(
+      runpy.run_module, module, argv, out, err, run))
+  process.start()
+  process.join(300)
+  assert process.exitcode == 0, err.read_text(encoding="utf-8")
+  if "--output" in argv:
+    output = run / argv[argv.index("--output") + 1]
+    assert list(output.parent.glob(output.name + "*"))
+  else:
+    assert out.read_text(encoding="utf-8")
+
+
 def test_there_are_blocks():
+  assert len(COMMANDS) >= 6
   assert len([name for name in BLOCKS if name.startswith("README")]) == 2
   assert len([name for name in BLOCKS if "migration" in name]) >= 8
 

@@ -21,7 +21,7 @@ PYTHON = """#!/bin/bash
 case "$*" in
   *version_info*) echo VERSION ;;
   "-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
-  *wheel_smoke.py*|*digits*|"-m wrapopt") echo "VERSION $*" >>"$CALLS"
+  *_smoke.py*|*digits*|*pytest*|"-m wrapopt") echo "VERSION $*" >>"$CALLS"
     [ "VERSION" != "$BROKEN" ] ;;
 esac
 """
@@ -73,7 +73,8 @@ def test_all_that_are_there(run):
   for version in "3.10", "3.11", "3.12":
     assert f"{version} -m wrapopt\n" in calls
     assert f"{version} -m wrapopt.examples.digits --steps 100 " in calls
-    assert re.search(rf"^{version} .*/tests/tools/wheel_smoke.py ", calls, re.M)
+    for test in "wheel_smoke.py ", "docs_test.py -k":
+      assert re.search(rf"^{version} .*/tests/tools/{test}", calls, re.M)
   assert process.stdout.endswith(
       "The wheel works with Python 3.10 3.11 3.12\n"
       "Not tried, because missing: 3.13\n")
@@ -83,7 +84,7 @@ def test_one_of_the_day_is_not_that_of_the_tests(run):
   process, calls = run("--of-the-day")
   assert process.returncode == 0, process.stdout + process.stderr
   (version,) = {line.split()[0] for line in calls.splitlines()}
-  assert version in ("3.10", "3.12")
+  assert version in ("3.10", "3.12") and "docs_test.py" not in calls
   assert f"The wheel works with Python {version}\n" in process.stdout
 
 

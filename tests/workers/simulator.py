@@ -990,6 +990,9 @@ class World:
 
   def _leave(self, me, member):
     incarnation = self.servers[0].incarnation
+    for worker in self._workers.values():  # It may have left and come back.
+      worker.hears_left.discard(me.name)
+      worker.knows_left.discard(me.name)
     if not self._try(me, member, member.leave):
       return
     _, secs, way, faults = self._leaves.pop(me.name)

@@ -49,6 +49,8 @@ def _figure(n_panels):
 def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):
   """Draws means of seeds, and as a band the least and the largest.
 
+  Bands of many curves would hide each other: there are none of more than 7.
+
   Args:
     path: The image.
     title: The title.
@@ -64,8 +66,9 @@ def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):
         seeds = np.atleast_2d(y)
         means.append(seeds.mean(axis=0))
         [line] = ax.plot(x, means[-1], style, label=label)
-        ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), alpha=0.13,
-                        color=line.get_color(), linewidth=0)
+        if len(panel.curves) <= 7:
+          ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), alpha=0.13,
+                          color=line.get_color(), linewidth=0)
       # Without those that diverge.
       best = np.nanmin([mean[-1] for mean in means])
       low, high = np.quantile(np.concatenate(

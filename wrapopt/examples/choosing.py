@@ -393,7 +393,7 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
         [[contender, *cells(row)] for contender, row in rows.items()])
   path = os.path.join(out, "curves.png")
   _plots.draw_curves(
-      path, "held-out error; band: the least and the largest of the seeds",
+      path, "held-out error, mean of the seeds",
       "optimizer steps", [_plots.Panel(name, TASKS[name].label, {
           contender: (points, row["errors"], _STYLES[contender])
           for contender, row in rows.items()})
