@@ -145,14 +145,15 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
     over, own, mean = zip(*worker["curve"])
     rows.append([name, worker["scans"], worker["steps"], f"{own[-1]:.2%}",
                  f"{mean[-1]:.2%}"])
-    curves[f"{name}, just before the mean"] = (
-        over, [100 * x for x in own], f"C{i}")
+    curves[name.removeprefix("/job:").replace("/task:", " ")] = (
+        over, [100 * x for x in own], f"C{i}:")
     if i == 0:
-      curves["the mean"] = over, [100 * x for x in mean], "k"
-  for net, style in zip(baselines, ("C7:", "C7--")):
+      of_mean = over, [100 * x for x in mean], "k"
+  curves["mean"] = of_mean
+  for net, style in zip(baselines, ("C7--", "C7-.")):
     rows.append(["alone", net["scans"], net["steps"], f"{net['accuracy']:.2%}",
                  ""])
-    curves[f"alone, {net['scans']} scans, in the end"] = (
+    curves[f"alone, {net['scans']} scans"] = (
         [1, rounds], [100 * net["accuracy"]] * 2, style)
   _command.print_table(
       "accuracy on held-out scans, of a worker's own weights just before the "
@@ -160,7 +161,7 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
       rows)
   path = os.path.join(out, "curves.png")
   _plots.draw_curves(
-      path, "model averaging on scikit-learn digits",
+      path, "model averaging of digits: workers just before each mean",
       f"rounds, of {_INTERVAL} steps of each worker",
       [_plots.Panel("", "held-out accuracy (%)", curves)], shown=(0.1, 1))
   print(path)
