@@ -3,6 +3,7 @@
 import argparse
 import base64
 import hashlib
+import re
 import zipfile
 
 # The format is https://packaging.python.org/specifications/ "Binary
@@ -37,7 +38,17 @@ def metadata(args):
     lines.append(f'Requires-Dist: {requirement}; {marker}extra == "{extra}"')
   lines += ["Description-Content-Type: text/markdown", "", ""]
   with open(args.readme, encoding="utf-8") as f:
-    return "\n".join(lines) + f.read()
+    return "\n".join(lines) + description(f.read(), args.url)
+
+
+def description(readme, urls):
+  """What a package index shows: there, relative links would lead nowhere."""
+  source = dict(url.split(", ") for url in urls).get("Source")
+  if not source:
+    return readme
+  return re.sub(
+      r"(!\[[^\]]*)?\]\((?!\w+:|#)", lambda match: "{}]({}/{}/HEAD/".format(
+          match[1] or "", source, "raw" if match[1] else "blob"), readme)
 
 
 def wheel_info(args):

@@ -115,10 +115,14 @@ def test_metadata(wheel, info):
     assert f"Programming Language :: Python :: {version}" in (
         metadata.get_all("Classifier"))
   assert metadata["Description-Content-Type"] == "text/markdown"
-  with open("README.md", encoding="utf-8") as f:
-    assert metadata.get_payload() == f.read()
-
   urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+  # Relative links would lead nowhere on the page of a package index.
+  link = re.compile(r"(?<=\]\()[^)#]\S*(?=\))")
+  with open("README.md", encoding="utf-8") as f:
+    relative = link.findall(f.read())
+  assert link.findall(metadata.get_payload()) == [
+      f"{urls['Source']}/{'raw' if path.endswith('.png') else 'blob'}"
+      f"/HEAD/{path}" for path in relative]
   assert urls.keys() == {"Homepage", "Documentation", "Source", "Issues",
                          "Changelog", "Security"}
   # The owner fills in one place.
