@@ -431,9 +431,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       const auto here = i++;
       RoundWait& wait = here->second;
       if (!wait.is_for_turn() || wait.worker != worker) continue;
-      RoundAnswer answer{RoundsStatus(), Recently()};
-      answer.known.place = wait.place;
-      after->Add(std::move(wait), std::move(answer));
+      // It waits for a turn of the open round.
+      after->Add(std::move(wait), {RoundsStatus(), Recently()});
       waits_.erase(here);
     }
     for (auto i = ends_.begin(); i != ends_.end();) {
@@ -607,7 +606,6 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     if (wait.what == For::kClose && Suffice(came(), wait.min_workers)) {
       // A missing worker is not expected again until it enters.
       expected_.Only(Workers());
-      Close();
       return AnswerReadyWaits(&after);
     }
     const double limit = wait.timeout_secs;

@@ -154,6 +154,8 @@ TEST(Rounds, ARoundOfAll) {
   const HeardPtr closed = f.Close({0, 1}, 2);
   f.Bring("b", 3);
   EXPECT_EQ(closed->times, 0);
+  EXPECT_TRUE(f.other->Follow(f.now));  // It now uses the values, and
+  EXPECT_EQ(f.other->staged(), 0);      // holds them no more.
   f.Bring("a", 5);
   EXPECT_EQ(closed->times, 1);
   EXPECT_EQ(closed->workers(), "ab");
@@ -167,7 +169,9 @@ TEST(Rounds, ARoundOfAll) {
   EXPECT_EQ(f.warnings.size(), 0u);
   // Only of the last round, the members are known.
   EXPECT_EQ(f.Close({0, 1}, 2)->workers(), "ab");
-  EXPECT_EQ(f.Close({7, 1}, 2)->workers(), "");
+  const Known never = f.Close({7, 1}, 2)->known;
+  EXPECT_TRUE(never.place == (Place{7, 1}) && never.closed);
+  EXPECT_EQ(never.workers.size(), 0u);
 }
 
 // Nobody waits for it, and it does not end a round for others.
@@ -216,6 +220,11 @@ TEST(Rounds, AQuorumAfterTheDeadline) {
   };
   next();  // The dead worker is not expected again, so this need not wait.
   EXPECT_EQ(closed->workers(), "a");
+  End(f.lead.get(), closed->known);
+  End(f.other.get(), closed->known);
+  f.Bring("a", 1);
+  EXPECT_EQ(f.Close(f.lead->known().place, 2)->times, 0);  // Needs another.
+  closed = f.Close(f.lead->known().place, 1);
   // It enters again, too late: the next round waits for it.
   EXPECT_EQ(f.Enter("b", {0, 1})->known.turn, -1);
   next();
@@ -228,6 +237,10 @@ TEST(Rounds, AQuorumAfterTheDeadline) {
   next();
   EXPECT_EQ(closed->times, 1);
   f.Read("b");
+  next();
+  EXPECT_EQ(closed->times, 0);
+  f.timer.Ring(kWait);
+  f.lead->Expect("b");
   next();
   EXPECT_EQ(closed->times, 0);
   // A new generation waits for all.
@@ -245,7 +258,8 @@ TEST(Rounds, AQuorumAfterTheDeadline) {
 TEST(Rounds, DeadlinesOfOtherWaits) {
   Fixture f;
   f.Bring("a", 1);
-  const HeardPtr closed = f.Close({0, 1}, 2);
+  const HeardPtr closed = f.Close({0, 1}, 2, kGrace);
+  EXPECT_EQ(f.timer.set.size(), 1u);  // No grace before there are enough.
   f.timer.Ring(kWait);
   EXPECT_TRUE(closed->status.code == Code::kDeadlineExceeded);
   EXPECT_EQ(closed->status.message,
@@ -258,6 +272,12 @@ TEST(Rounds, DeadlinesOfOtherWaits) {
   g.timer.Ring(kGrace);
   EXPECT_EQ(graced->workers(), "b");
   EXPECT_EQ(g.timer.set.size(), 0u);
+  Fixture h;  // All come within the grace.
+  h.Close({0, 1}, 1, kGrace);
+  h.Bring("a", 1);
+  EXPECT_EQ(h.timer.set.size(), 2u);
+  h.Bring("b", 1);
+  EXPECT_EQ(h.timer.set.size(), 0u);
 }
 
 TEST(Rounds, AStepThatEnds) {
@@ -315,8 +335,8 @@ TEST(Rounds, Turns) {
   EXPECT_EQ(f.lead->staged(), 0);
   // Another server hears of it from b, and drops the values, too.
   EXPECT_EQ(f.other->staged(), 1);
-  EXPECT_TRUE(f.other->Follow(b->known));
-  EXPECT_EQ(f.other->staged(), 0);
+  EXPECT_TRUE(Stage(f.other.get(), "b", b->known, 1));
+  EXPECT_EQ(f.other->staged(), 1);
   EXPECT_FALSE(Stage(f.other.get(), "a", a, 1));
 
   const HeardPtr waits = f.Enter("a", {0, 1});
@@ -448,6 +468,14 @@ TEST(Rounds, Leave) {
   }
 }
 
+TEST(Rounds, AWorkerLeavesWithoutATurn) {
+  Fixture f;
+  f.Bring("a", 1);
+  const HeardPtr closed = f.Close({0, 1}, 2);
+  EXPECT_TRUE(f.lead->Leave("b", 0));
+  EXPECT_EQ(closed->workers(), "a");
+}
+
 // A member that leaves counts once.
 TEST(Rounds, AMemberLeaves) {
   Fixture f;
@@ -493,6 +521,7 @@ TEST(Rounds, Readers) {
   EXPECT_EQ(f.timer.set.size(), 4u + 3u);
   f.lead->Release("b", -1);
   f.lead->Release("b", -1);
+  EXPECT_EQ(f.timer.set.size(), 4u + 2u);
   EXPECT_EQ(answered(), "1111100");
   f.timer.Ring(kReaderSecs);  // That of a, which has stopped.
   EXPECT_EQ(answered(), "1111110");
@@ -538,8 +567,11 @@ TEST(Rounds, ValuesThatAreNotWanted) {
   f.timer.Ring(kWait);
   refuses("b", b);  // A closed round.
   for (const Place place : {Place{1, 1}, Place{-1, 1}, Place{0, 0}}) {
-    EXPECT_EQ(f.Enter("b", place)->known.turn, -1);
+    const Known known = f.Enter("b", place)->known;
+    EXPECT_EQ(known.turn, -1);
+    EXPECT_TRUE(known.place == place);
   }
+  EXPECT_TRUE(f.lead->known().turns.alive.empty());
 }
 
 TEST(Rounds, NamesThatAreWrong) {
@@ -553,16 +585,18 @@ TEST(Rounds, NamesThatAreWrong) {
               "worker 'a' of averaging rounds 'r' is another process now: give "
               "each worker a unique name");
   }
+  // The one that is refused ends no turn.
+  EXPECT_EQ(f.lead->known().turns.alive.size(), 1u);
   EXPECT_TRUE(f.Enter("a", {0, 1}, 11)->status.ok());
 }
 
-// While a round is open, only its newest members are told.
 TEST(Rounds, NamesOfAnyBytes) {
   EXPECT_EQ(InQuotes("a b"), "'a b'");
   EXPECT_EQ(InQuotes({"it's", "\\", "\n\x7f\xff"}),
             "'it\\x27s', '\\x5c', '\\x0a\\x7f\\xff'");
 }
 
+// While a round is open, only its newest members are told.
 TEST(Rounds, ManyMembers) {
   constexpr int kMany = 20;
   Fixture f;
@@ -602,6 +636,11 @@ TEST(Rounds, ATurnThatNobodyGave) {
   known.turn = 7;
   Stage(f.lead.get(), "a", known, 1);
   EXPECT_FALSE(f.Arrive("a", known));
+  // One that the lead gave ends on another server, too.
+  known = f.Enter("a", {0, 1})->known;
+  EXPECT_TRUE(Stage(f.other.get(), "a", known, 1));
+  EXPECT_TRUE(f.other->Arrive("a", known, &f.now));
+  EXPECT_TRUE(f.now.turns.alive.empty());
 }
 
 // While a center is being written, workers wait, whatever they wait for.
@@ -708,6 +747,7 @@ TEST(Rounds, AreCalledByTheirCallbacks) {
     heard = f.Close({0, 1}, 2)->workers() + "after";
   };
   f.lead->Start(std::move(wait));
+  EXPECT_EQ(f.timer.set.size(), 0u);  // It may wait for ever.
   Next(f.lead.get());
   EXPECT_EQ(heard, "after");
 }
