@@ -336,7 +336,7 @@ def _mutants():
   yield m("rounds: a worker that enters again keeps its turn",
           "cc/engine/rounds.h",
           "ForgetTurns(wait.worker, after);\n    return known;",
-          "return known;", "//tests/ops:rounds_model_test")
+          "return known;", "//tests/cc:rounds_test")
   yield m("rounds: one that has left is waited for", "cc/engine/rounds.h",
           "members_.size() + absent()", "members_.size()",
           "//tests/cc:rounds_test")
