@@ -2,8 +2,9 @@
 
 The workers run the real `_member.py` and `_server.py`, the servers the real
 rounds in C++. TensorFlow's session and the arithmetic of the kernels are
-models. A seeded scheduler delays, loses and repeats calls; it kills, stops and
-restarts workers and servers. The same seed gives the same schedule:
+models. In some schedules, one worker trains by a real DiLoCo. A seeded
+scheduler delays, loses and repeats calls; it kills, stops and restarts workers
+and servers. The same seed gives the same schedule:
 
     python simulator.py --seeds 1000         # Many schedules.
     python simulator.py --seed 17            # One; its faults are shrunk.
@@ -32,10 +33,12 @@ import numpy as np
 import tensorflow as tf
 
 import _rounds
+import wrapopt
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
 from wrapopt._local import _settings
+from wrapopt._local import _training
 
 DEADLINE_SECS = 20.0
 # A call of the user may take this time in addition, if a server hangs: a call,
@@ -111,6 +114,7 @@ class Thread:
     self.stopped_secs = 0.0
     self.skew = 0.0
     self.took_at = 0.0  # When it began to take its center.
+    self.member = None
     # The names of workers: told last, and told before it entered.
     self.hears_left, self.knows_left = set(), set()
 
@@ -629,6 +633,8 @@ class Plan:
     self.seed = seed
     self.num_servers = rng.choice([1, 2, 2, 3])
     self.num_workers = rng.choice([1, 2, 3, 3])
+    # The worker that trains by a real DiLoCo, in each tenth schedule.
+    self.trains = seed % 10 == 9 and f"w{seed // 10 % self.num_workers}"
     self.min_workers = rng.choice([1, 1, self.num_workers])
     self.grace = rng.choice([math.inf, math.inf, 0.0, 2.0])
     self.most_pushes = rng.choice([1, 4])
@@ -945,27 +951,19 @@ class World:
   def _work(self, me):
     plan, rng = self._plan, self._rng
     index = int(me.name[1:])
-    job = _server.Job(me.resumes)
-    servers = [
-        SimulatedServer(f"s{i}", "sim", me.name, "", plan.num_workers,
-                        self._layout, i, job)
-        for i in range(plan.num_servers)]
-    member = _member.Member(
-        me.name, servers, self._layout, _member.Rules(
-            plan.min_workers, DEADLINE_SECS, plan.grace, plan.most_pushes,
-            RATE, MOMENTUM))
-    me.member = member
+    trainer = (Training if me.name == plan.trains else self._member)(me, plan)
     initial = [np.array([rng.random() for _ in x])
                for x in self._layout.empty()]
-    while not self._try(me, member, lambda: member.start(initial, me.saved)):
+    while not self._try(me, lambda: trainer.start(initial, me.saved)):
       pass
+    member = me.member
     if me.saved and member.place[0] < me.saved[0]:
       raise Violation(f"{me.name} with a checkpoint of round {me.saved[0]} "
                       f"starts in {member.place}")
     rounds = 0
     while self._quiet_rounds is not None:
       if me.name in self._leaves and rounds >= self._leaves[me.name][0]:
-        self._leave(me, member)
+        self._leave(me, trainer)
       rounds += 1
       secs = plan.train_secs[index] if self._quiet_since is None else 0.5
       me.sleep(secs * (0.5 + rng.random()))
@@ -976,10 +974,10 @@ class World:
       weight = float(1 + index)
       before = member.place
       self.oracle.mean_to_send(me.name, before[0], vectors, weight)
-      report = self._try(me, member, lambda: member.sync(vectors, weight))
+      report = self._try(me, lambda: trainer.sync(vectors, weight))
       if not report:
-        self._try(me, member, lambda: (
-            member.restore(*me.saved) if me.saved else member.start(None)))
+        self._try(me, lambda: (
+            trainer.restore(*me.saved) if me.saved else trainer.start(None)))
         continue
       if report.counted and not any(
           me.name in workers
@@ -988,12 +986,24 @@ class World:
         raise Violation(f"{me.name} is said to count in {before}")
       self._note_round(me, report)
 
-  def _leave(self, me, member):
+  def _member(self, me, plan):
+    job = _server.Job(me.resumes)
+    servers = [
+        SimulatedServer(f"s{i}", "sim", me.name, "", plan.num_workers,
+                        self._layout, i, job)
+        for i in range(plan.num_servers)]
+    me.member = _member.Member(
+        me.name, servers, self._layout, _member.Rules(
+            plan.min_workers, DEADLINE_SECS, plan.grace, plan.most_pushes,
+            RATE, MOMENTUM))
+    return me.member
+
+  def _leave(self, me, trainer):
     incarnation = self.servers[0].incarnation
     for worker in self._workers.values():  # It may have left and come back.
       worker.hears_left.discard(me.name)
       worker.knows_left.discard(me.name)
-    if not self._try(me, member, member.leave):
+    if not self._try(me, trainer.leave):
       return
     _, secs, way, faults = self._leaves.pop(me.name)
     if self._quiet_since is None:
@@ -1028,9 +1038,10 @@ class World:
              for name in self.names - self._gone):
         self._quiet_rounds = None  # All is well.
 
-  def _try(self, me, member, call):
+  def _try(self, me, call):
     """Calls a method of Member, and checks how it ends."""
-    begun, stopped, before = self.now, me.stopped_secs, member.place
+    begun, stopped = self.now, me.stopped_secs
+    before = me.member and me.member.place
     failed = result = None
     try:
       result = call() or True
@@ -1044,7 +1055,8 @@ class World:
         raise Violation(f"{me.name} ends {took:.1f} s after Ctrl-C") from None
       if self._rng.random() < 0.5:
         raise Leave(1.0) from None
-      return self._try(me, member, call)
+      return self._try(me, call)
+    member = me.member
     self._say(me.name, "done", member.place, failed or "")
     if me.interrupted is not None:
       raise Violation(f"Ctrl-C does not end a call of {me.name}")
@@ -1074,7 +1086,7 @@ class World:
     latest = max(s.rounds.known().place[0] for s in self.servers if s.is_up)
     return [w.name for w in self._workers.values() if (
         self.alive(w) and w.name not in self._has_left and
-        w.member.place and w.member.place[0] >= latest)]
+        w.member and w.member.place and w.member.place[0] >= latest)]
 
   def _may_begin_anew(self, me, begun):
     """Whether others may have begun anew without this worker's center."""
@@ -1132,6 +1144,11 @@ class World:
     _member.time = _server.time = clock
     _server.secrets = types.SimpleNamespace(randbits=self._rng.getrandbits)
     _server._Session, Session.world = Session, self
+    _training._server = types.SimpleNamespace(
+        Server=SimulatedServer, Job=_server.Job,
+        check_addresses=_server.check_addresses)
+    _training._member = types.SimpleNamespace(
+        Member=_new_member, Rules=_member.Rules)
     _server._interrupts = types.SimpleNamespace(run=self._run_call)
     for server, when in zip(self.servers, plan.server_starts):
       self.at(when, server.start)
@@ -1217,6 +1234,85 @@ class SimulatedServer(_server.Server):
     self._stage = {tf.float64: "stage", None: "stage"}
     self.look = lambda: f"{self.address} is simulated"
     self._center = {(tf.float64, v): ["center"] for v in (False, True)}
+
+
+class DiLoCo(wrapopt.DiLoCo):
+
+  def _read_checkpoint(self, saved):
+    return saved
+
+
+class Training:
+  """A worker that trains variables by DiLoCo. Its methods are Member's."""
+
+  def __init__(self, me, plan):
+    self._me, self._plan, self._local = me, plan, None
+    self._variables = [tf.Variable(tf.zeros(v.shape, v.dtype))
+                       for v in _VARIABLES]
+
+  def start(self, initial, saved=None):
+    if initial is None:
+      self._local.take_center()
+      return self._check()
+    me, plan = self._me, self._plan
+    self._assign(initial)
+    resumes, me.resumes = me.resumes, True  # If this fails.
+    self._local = DiLoCo(
+        self._variables, [f"s{i}" for i in range(plan.num_servers)], me.name,
+        plan.num_workers, sync_every=2, min_workers=plan.min_workers,
+        round_timeout_secs=DEADLINE_SECS,
+        grace_secs=plan.grace if plan.grace < math.inf else None,
+        weight="examples", outer_learning_rate=RATE, outer_momentum=MOMENTUM,
+        most_pushes=plan.most_pushes, name="sim", resume=resumes,
+        checkpoint=saved)
+    self._check()
+
+  def _assign(self, vectors):
+    for v, x in zip(self._variables, vectors):
+      v.assign(x)
+
+  def _check(self):
+    if not all(np.array_equal(v.numpy(), x) for v, x in zip(
+        self._variables, self._me.member.center)):
+      raise Violation(f"{self._me.name} has not the center in its variables")
+
+  def sync(self, vectors, weight):
+    local, before = self._local, self._local.report
+    is_first = not int(local._steps.numpy())  # Else an error came between.
+    if is_first:
+      self._assign([np.nan * c if vectors is None else v.numpy() + (x - c)
+                    for v, c, x in zip(self._variables, self._me.member.center,
+                                       vectors or self._me.member.center)])
+      local.step(weight - 1)
+    try:
+      local.step(int(is_first))
+    except tf.errors.InvalidArgumentError as e:
+      if "No worker of round" not in e.message:
+        raise
+    else:
+      self._check()
+    if local.report is before:  # It took the center instead.
+      return _member.Report(local.round, False, (), (), 0.0, 0)
+    return local.report
+
+  def restore(self, round_, center, velocities):
+    tensors = {"round": round_, "variables": [
+        v.write() for v in self._local._described]}
+    for what, vectors in ("center", center), ("velocity", velocities):
+      tensors.update((f"{what}_{g}", x) for g, x in enumerate(vectors))
+    self._local._restore_from_tensors(
+        {key: tf.constant(x) for key, x in tensors.items()})
+    self._local.take_center()
+    self._check()
+
+  def leave(self):
+    self._local.leave()
+
+
+def _new_member(*args):
+  me = Session.world.current
+  me.member = _member.Member(*args)
+  return me.member
 
 
 _REPEATABLE = ("state", "join", "arrive", "release", "leave", "follow", "step",

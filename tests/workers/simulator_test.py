@@ -6,6 +6,7 @@ import tensorflow as tf
 import simulator
 from wrapopt._local import _member
 from wrapopt._local import _server
+from wrapopt._local import _training
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +180,21 @@ def interrupt_is_taken_for_a_lost_server(patch):
   patch.setattr(_server, "LOST", (*_server.LOST, KeyboardInterrupt))
 
 
+def examples_of_a_round_count_in_the_next(patch):
+  assign = _training.LocalTraining._assign
+  patch.setattr(
+      _training.LocalTraining, "_assign", lambda self, state: assign(
+          self, [state[0], self._examples.numpy(), *state[2:]]))
+
+
+def values_trained_from_an_old_center_count(patch):
+  sync = _training.LocalTraining._sync
+  patch.setattr(
+      _training.LocalTraining, "_sync",
+      lambda self, steps, examples, held, *values: sync(
+          self, steps, examples, self.round, *values))
+
+
 def lead_steps_first(patch):
   def step(self, known):
     places = [s.step(known, self._rules.learning_rate, self._rules.momentum)
@@ -197,7 +213,9 @@ BREAKS = [
     worker_that_has_left_is_missed,
     lead_that_was_restarted_is_told_nothing, only_who_restores_tells_the_lead,
     worker_comes_back_as_the_same_process, values_that_are_not_finite_count,
-    interrupt_is_taken_for_a_lost_server, lead_steps_first]
+    interrupt_is_taken_for_a_lost_server,
+    examples_of_a_round_count_in_the_next,
+    values_trained_from_an_old_center_count, lead_steps_first]
 
 
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)
