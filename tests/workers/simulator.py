@@ -115,6 +115,7 @@ class Thread:
     self.skew = 0.0
     self.took_at = 0.0  # When it began to take its center.
     self.member = None
+    self.turn = None  # The last one: (incarnation of the lead, its number).
     # The names of workers: told last, and told before it entered.
     self.hears_left, self.knows_left = set(), set()
 
@@ -244,6 +245,7 @@ class Session:
       me.hears_left = {name.decode() for name in value[3] if value[2][0]}
     elif op == "enter":
       me.knows_left |= me.hears_left
+      me.turn = self._incarnation, value[0].split()[3]
     return value
 
   def _wait(self, call, secs):
@@ -254,6 +256,8 @@ class Session:
     while call.answer is None:
       if me.interrupts:
         me.interrupts, me.interrupted = False, world.now
+        if self._server.index == 0:
+          me.turn = None  # It may not ask a lead that may have stopped.
         raise KeyboardInterrupt()
       me.block()
     timer[2] = None
@@ -1053,6 +1057,11 @@ class World:
       took -= me.stopped_secs - stopped
       if took > INTERRUPT_SECS:
         raise Violation(f"{me.name} ends {took:.1f} s after Ctrl-C") from None
+      lead = self.servers[0]
+      if me.turn and max(self._server_trouble) < begun and (
+          lead.incarnation == me.turn[0] and
+          me.turn[1] in lead.rounds.known().texts[0].split()[5:]):
+        raise Violation(f"{me.name} keeps its turn after Ctrl-C") from None
       if self._rng.random() < 0.5:
         raise Leave(1.0) from None
       return self._try(me, call)

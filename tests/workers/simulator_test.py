@@ -195,6 +195,12 @@ def values_trained_from_an_old_center_count(patch):
           self, steps, examples, self.round, *values))
 
 
+def turn_is_kept(patch):
+  release = _server.Server.release
+  patch.setattr(_server.Server, "release",
+                lambda self, turn=-1: release(self))
+
+
 def lead_steps_first(patch):
   def step(self, known):
     places = [s.step(known, self._rules.learning_rate, self._rules.momentum)
@@ -215,7 +221,7 @@ BREAKS = [
     worker_comes_back_as_the_same_process, values_that_are_not_finite_count,
     interrupt_is_taken_for_a_lost_server,
     examples_of_a_round_count_in_the_next,
-    values_trained_from_an_old_center_count, lead_steps_first]
+    values_trained_from_an_old_center_count, turn_is_kept, lead_steps_first]
 
 
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)
