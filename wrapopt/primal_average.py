@@ -40,9 +40,8 @@ class PrimalAverageOptimizer(_interpolated.InterpolatingOptimizer):
   `seed_averages`: z and x do not follow them.
 
   One worker must take the steps: two that race would count wrongly, so a
-  `DropStaleGradientOptimizer` cannot be around this one. In a
-  CentralStorageStrategy or a TPUStrategy, the inner optimizer takes its own
-  step from z.
+  `DropStaleGradientOptimizer` cannot be around this one. A
+  CentralStorageStrategy and a TPUStrategy are refused.
 
   Example, eager:
 

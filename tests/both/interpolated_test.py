@@ -352,6 +352,9 @@ def test_refused_in_a_step():
     opt.apply_gradients([(tf.ones(1), w)])
   with pytest.raises(TypeError, match="must be of dtype"):
     opt.apply_gradients([(tf.ones(1, tf.int32), tf.Variable([1]))])
+  opt._optimizer._finish = lambda *args: None
+  with pytest.raises(ValueError, match="exactly .* got GradientDescentOpt"):
+    opt.apply_gradients([(tf.ones(1), v)])
   for x in (v, w):
     np.testing.assert_array_equal(x, [1.0])
   with pytest.raises(RuntimeError, match="before averaged_weights"):
@@ -406,56 +409,19 @@ def test_in_replicas(wrapper, inner, function):
     numerics.assert_same_bits(np.array(local), want)
 
 
-def test_a_failed_step_in_replicas_changes_nothing(monkeypatch):
-  strategy = two_replicas()
-  with strategy.scope():
-    v = tf.Variable(START)
-    opt = wrapopt.ScheduleFreeOptimizer(train.AdagradOptimizer(0.25))
-  step = lambda: strategy.run(
-      lambda: opt.apply_gradients([(tf.ones_like(START), v)]) and None)
-  for _ in range(2):
-    step()
-  before = [np.array(x) for x in (opt.average(v), v, opt.z(v))]
-
-  def fail(*args):
-    raise ArithmeticError
-
-  monkeypatch.setattr(opt._optimizer, "_finish", fail)
-  with pytest.raises(ArithmeticError):
-    step()
-  for got, want in zip((opt.average(v), v, opt.z(v)), before):
-    numerics.assert_same_bits(np.array(got), want)
-
-
-def test_a_momentum_is_kept_without_copies():
-  """In a strategy without copies, the inner optimizer takes its own step."""
-  strategy = tf.distribute.experimental.CentralStorageStrategy(
-      ["CPU:0", "CPU:1"])
-  make = lambda: wrapopt.PrimalAverageOptimizer(
-      train.AdamOptimizer(0.25), 0.75, 0.5)
-  with strategy.scope():
-    v = tf.Variable([1.0])
-    opt = make()
-  w, alone = tf.Variable([1.0]), make()
-  for t in range(4):
-    g = tf.fill([1], t - 1.5)
-    strategy.run(lambda: opt.apply_gradients([(g / 2, v)]) and None)
-    alone.apply_gradients([(g, w)])
-  for got, want in ((v, w), (opt.z(v), alone.z(w)),
-                    (opt.average(v), alone.average(w))):
-    np.testing.assert_allclose(got, want, 1e-5)
-  assert float(alone.get_slot(w, "m")[0]) != 0
-
-
-def test_a_momentum_is_not_taken_over_without_copies():
+@EACH
+def test_refused_in_replicas_without_copies(wrapper):
   strategy = tf.distribute.experimental.CentralStorageStrategy(
       ["CPU:0", "CPU:1"])
   with strategy.scope():
     v = tf.Variable([1.0])
-    opt = wrapopt.ScheduleFreeOptimizer(train.AdamOptimizer(1.0))
-  with pytest.raises(NotImplementedError, match="beta1=0, got 0.9"):
+    opt = {"schedule_free": wrapopt.ScheduleFreeOptimizer,
+           "primal_average": wrapopt.PrimalAverageOptimizer}[wrapper](sgd())
+  with pytest.raises(NotImplementedError, match=(
+      "Optimizer must be in .* got a CentralStorageStrategy. Use a")):
     strategy.run(lambda: opt.apply_gradients([(tf.ones(1), v)]) and None)
   np.testing.assert_array_equal(v, [1.0])
+  assert not opt.variables()
 
 
 def test_replicas_in_a_session():

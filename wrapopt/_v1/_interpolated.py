@@ -68,10 +68,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       TypeError: If a variable is not of a floating dtype, or a gradient cannot
         be converted to a tensor.
       ValueError: If there is no variable, none has a gradient, a variable is
-        listed twice or has a constraint.
-      NotImplementedError: In a CentralStorageStrategy or a TPUStrategy, if this
-        is a ScheduleFreeOptimizer and the inner optimizer an `AdamOptimizer`
-        whose `beta1` is not 0.
+        listed twice or has a constraint, or a method of the inner optimizer was
+        replaced.
+      NotImplementedError: In a CentralStorageStrategy or a TPUStrategy.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
     step = _step.asked(grads_and_vars, global_step, name, kwargs)
@@ -81,6 +80,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     trained = [v for g, v in step.grads_and_vars if g is not None]
     if not trained:  # TensorFlow has an error for it.
       return self._inner._take(step)
+    _check_innermost(self._innermost(), type(self).__name__, self._schedule)
+    _check_strategy(type(self).__name__)
     _check_trained(trained, type(self).__name__)
     variables = self._trained_variables(step)
     [z], _ = self._shadows_by_decay(variables)
@@ -323,6 +324,16 @@ def _check_innermost(opt, outer, schedule):
         f"with {attribute}={value} and a {outer} with "
         f"momentum={schedule.momentum}. Pass {attribute}="
         + " or ".join(map(str, reversed(allowed))) + f" to {name}.")
+
+
+def _check_strategy(outer):
+  """Raises an error in a strategy in which no op takes the step."""
+  if not _replicas.will_have_copies():
+    strategy = type(tf.distribute.get_strategy()).__name__
+    raise NotImplementedError(
+        f"A {outer} must be in a strategy whose replicas have their own "
+        f"variables, got a {strategy}. Use a MirroredStrategy, or the wrapper "
+        "of wrapopt.keras.")
 
 
 def _check_trained(variables, outer):

@@ -26,7 +26,6 @@ from wrapopt._gates import _step_lock
 from wrapopt._gates import _tokens
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
-from wrapopt._v1 import _two_passes
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
@@ -193,11 +192,9 @@ class Innermost:
     """Takes a step that was admitted, or has to ask nobody."""
     opt = self._opt
     if step.points is not None:
-      is_native = (_replicas.have_copies() and
-                   _fused.interpolated_rule_of(
-                       opt, step.points.schedule) is not None)
-      apply = (_fused if is_native else _two_passes).apply_interpolated
-      return Taken(apply(opt, step), True)
+      if not _replicas.have_copies():  # Out of the replicas: an error.
+        return Taken(opt.apply_gradients(step.grads_and_vars), True)
+      return Taken(_fused.apply_interpolated(opt, step), True)
     is_gated = step.accept is not True
     averages = step.averages
     rule = self._native_rule(step)
