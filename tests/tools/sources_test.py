@@ -1,6 +1,8 @@
-"""What holds for the sources as a whole: short lines, known mutants."""
+"""What holds for all sources: short lines, layers, known mutants, papers."""
 
+import ast
 import glob
+import graphlib
 import os
 import re
 import subprocess
@@ -78,6 +80,60 @@ def test_exceptions_are_used(why):
     ("a.cc", "// " + 30 * "word ", False)])
 def test_what_is_allowed(file, line, allowed):
   assert is_allowed(file, line) == allowed
+
+
+# The layers of the code, from the lowest: a file needs none of a higher layer.
+LAYERS = [
+    r"cc/rules/", r"cc/engine/", r"cc/(ops|gpu)/", r"cc/kernels/",
+    r"cc/(native|xla)/",
+    r"wrapopt/(_[a-z]\w+|sysconfig|version)\.py", r"wrapopt/ops/",
+    r"wrapopt/_averages/", r"wrapopt/_gates/",
+    r"wrapopt/lazy_adam\.py",  # It wraps no optimizer.
+    r"wrapopt/_v1/", r"wrapopt/_local/", r"wrapopt/\w+\.py",
+    r"wrapopt/checkpoints/", r"wrapopt/keras/", r"wrapopt/examples/",
+    r"wrapopt/bench/"]
+
+
+def layer_of(path):
+  return next(i for i, of in enumerate(LAYERS) if re.match(of, path))
+
+
+def needs():
+  """{path of a source: the paths of those that it imports or includes}."""
+  paths = {os.path.relpath(path, ROOT) for folder in ("cc", "wrapopt")
+           for path in glob.glob(f"{ROOT}/{folder}/**/*.*", recursive=True)
+           if re.search(r"\.(py|h|cc|cu)$", path)}
+  found = {}
+  for path in sorted(paths):
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+      text = f.read()
+    if not path.endswith(".py"):
+      found[path] = paths & {*re.findall(r'#include "(.+)"', text)}
+      continue
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+      if isinstance(node, ast.Import):
+        names |= {(name.name,) for name in node.names}
+      elif isinstance(node, ast.ImportFrom):
+        names |= {(f"{node.module}.{name.name}", node.module)
+                  for name in node.names}
+    found[path] = {
+        next((file for name in either for file in (
+            f"{name.replace('.', '/')}.py",
+            f"{name.replace('.', '/')}/__init__.py") if file in paths), None)
+        for either in names} - {None}
+  return found
+
+
+def test_layers_point_down():
+  arrows = [(a, b) for a, its in needs().items() for b in its]
+  up = [f"{a} needs {b}" for a, b in arrows if layer_of(a) < layer_of(b)]
+  assert not up, "\n".join(up)
+  assert len(arrows) > 500  # It sees them.
+
+
+def test_no_file_needs_itself():
+  graphlib.TopologicalSorter(needs()).prepare()  # An error names the circle.
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)

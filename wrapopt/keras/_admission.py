@@ -18,7 +18,7 @@ import tensorflow as tf
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._gates import _records
-from wrapopt.keras import _rules
+from wrapopt.keras._variables import value_of
 
 
 class Admitted(typing.NamedTuple):
@@ -143,7 +143,7 @@ def _bytes(grads):
 
 
 def at_servers(grads, variables, iterations):
-  return _records.at_servers(grads, map(_rules.value, variables), iterations)
+  return _records.at_servers(grads, map(value_of, variables), iterations)
 
 
 def refuse(opt, name):

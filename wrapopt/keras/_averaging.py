@@ -22,13 +22,12 @@ from wrapopt._averages import _replicas
 from wrapopt.keras import _chosen
 from wrapopt.keras import _copies
 from wrapopt.keras import _left
-from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm as _batch_norm
+from wrapopt.keras._variables import path_of, value_of
 
-_value = _rules.value
 
 # Held while averages are put in place of their variables, or back.
 _swapping = threading.RLock()
@@ -90,7 +89,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
         key in map(self._var_key, self._trainable_variables)):
       raise KeyError(
           f"`variable` must be one that this {type(self).__name__} averages, "
-          f"got '{_state.path_of(variable)}', which its argument `variables` "
+          f"got '{path_of(variable)}', which its argument `variables` "
           "excludes. It is evaluated as it is.")
     return super()._found(variable, *rows)
 
@@ -98,8 +97,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     if self.built:
       return
     super().build(variables)
-    with tf.init_scope(), backend.name_scope(
-        self.name, caller=self), _replicas.colocated(_value(self._iterations)):
+    with tf.init_scope(), backend.name_scope(self.name, caller=self), (
+        _replicas.colocated(value_of(self._iterations))):
       self._state.place = self.add_variable(
           shape=(), dtype="int64", name="place", initializer="zeros")
 
@@ -125,7 +124,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
   def _readable(self, what, average):
     """What method `what` returns: an average, which must have a value."""
-    _in_place.check(_lazy.stored(_value(average)),
+    _in_place.check(_lazy.stored(value_of(average)),
                     f"{what}() must not be called")
     return average
 
@@ -207,7 +206,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     with _swapping:
       self._refuse_swapped_in("averaged_weights")
       pairs = self._averaged(model, decay)
-      self._state.swap_in([(_value(v), _value(s)) for v, s in pairs],
+      self._state.swap_in([(value_of(v), value_of(s)) for v, s in pairs],
                           *self._beside(pairs, decay), must_stay=must_stay)
     try:
       yield
@@ -356,7 +355,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
   def note_weights(self, variables):
     """Notes the variables' values, averages with which `fit` has ended."""
-    if not _replicas.is_shared(_value(self._iterations)):  # Else, not here.
+    if not _replicas.is_shared(value_of(self._iterations)):  # Else, not here.
       self._state.note_weights(_wrapper.steps_of(self), [
           v for v, _ in self._of(variables)])
 
@@ -366,7 +365,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     if found is not None:
       warnings.warn(
           "fit() goes on from averages of weights that are no longer in the "
-          f"model: '{_state.path_of(found)}' was set after the last fit(), its "
+          f"model: '{path_of(found)}' was set after the last fit(), its "
           "average was not. If the training begins anew, call "
           "optimizer.seed_averages() before fit().")
 
@@ -394,7 +393,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       None.
     """
     variables = [v for value, _ in self._averaged(model)
-                 for v in _replicas.values(_value(value))]
+                 for v in _replicas.values(value_of(value))]
     before = [v.read_value() for v in variables]
     yield
     if all(np.array_equal(x, v) for x, v in zip(before, variables)):
@@ -437,7 +436,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
            and not np.array_equal(tf.cast(s, v.dtype), v)]
     if raw:
       warnings.warn(
-          f"fit() ends with the raw weights of '{_state.path_of(raw[0])}', "
+          f"fit() ends with the raw weights of '{path_of(raw[0])}', "
           "which is frozen, and with the averages of the others. Call "
           "compile() after you have changed which variables are trained, as by "
           "`trainable` or enable_lora(). To evaluate its average, too, use "

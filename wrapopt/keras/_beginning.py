@@ -8,9 +8,7 @@ calls `_seed_unbegun`.
 import tensorflow as tf
 
 from wrapopt._averages import _replicas
-from wrapopt.keras import _rules
-
-_value = _rules.value
+from wrapopt.keras._variables import value_of
 
 
 class Beginning:
@@ -72,7 +70,7 @@ class Beginning:
       # if it can.
       with tf.init_scope():
         self._untracked.is_seeded = all(
-            _value(v).is_initialized() for v in self._trainable_variables)
+            value_of(v).is_initialized() for v in self._trainable_variables)
       self._state.start_in_graph()
     elif not self._untracked.without_gradient.isdisjoint(keys):
       self._seed_unbegun()

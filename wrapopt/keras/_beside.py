@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
-from wrapopt.keras import _rules
+from wrapopt.keras._variables import value_of
 
 
 class Beside:
@@ -14,7 +14,7 @@ class Beside:
 
   def __init__(self, variables):
     self._pairs = [(v, _copy(v)) for variable in variables
-                   for v in _replicas.values(_rules.value(variable))]
+                   for v in _replicas.values(value_of(variable))]
 
   @contextlib.contextmanager
   def swapped_in(self):

@@ -7,9 +7,9 @@ import tensorflow as tf
 from wrapopt._averages import _bias_corrected
 from wrapopt._averages import _decays
 from wrapopt.keras import _averaging
-from wrapopt.keras import _rules
 from wrapopt.keras import _statistics
 from wrapopt.keras import _steps
+from wrapopt.keras._variables import value_of
 
 
 class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
@@ -52,7 +52,7 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
     rows = (self._rows[k],
             self._rows[_decays.place_of_origin(decay, self._decays)])
     return [_bias_corrected.BiasCorrected(
-        _rules.value(v), *(_rules.value(row[key]) for row in rows), decay,
+        value_of(v), *(value_of(row[key]) for row in rows), decay,
         steps[key]) for v in variables for key in [self._var_key(v)]]
 
   def _all_derived(self, but=None):

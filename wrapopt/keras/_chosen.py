@@ -6,8 +6,7 @@ import keras
 import tensorflow as tf
 
 from wrapopt._averages import _chosen
-from wrapopt.keras import _rules
-from wrapopt.keras import _state
+from wrapopt.keras._variables import path_of, value_of
 
 
 def checked(variables):
@@ -37,19 +36,19 @@ def of(chosen, wrapper, candidates):
     return dict(enumerate(candidates))
   if callable(chosen):
     found = {i: v for i, v in enumerate(candidates)
-             if _chosen.answer(chosen, v, _state.path_of(v))}
+             if _chosen.answer(chosen, v, path_of(v))}
     if not found:
       raise ValueError(
           f"`variables` of a {wrapper} must select at least one variable, got "
           f"False for all {len(candidates)}.")
     return found
-  by_id = {id(_rules.value(v)): i for i, v in enumerate(candidates)}
-  paths = list(map(_state.path_of, candidates))
+  by_id = {id(value_of(v)): i for i, v in enumerate(candidates)}
+  paths = list(map(path_of, candidates))
   indices = set()
   for x in chosen:
-    path = x if isinstance(x, str) else _state.path_of(x)
+    path = x if isinstance(x, str) else path_of(x)
     places = (_places(x, paths) if isinstance(x, str) else
-              [by_id[id(_rules.value(x))]] if id(_rules.value(x)) in by_id
+              [by_id[id(value_of(x))]] if id(value_of(x)) in by_id
               else [])
     if len(places) != 1:
       raise ValueError(
@@ -91,8 +90,8 @@ def serialized(chosen, wrapper, trained):
     return None
   if callable(chosen):
     return serialized_function(chosen, "variables", "a list", wrapper)
-  paths = [x if isinstance(x, str) else _state.path_of(x) for x in chosen]
-  count = collections.Counter(map(_state.path_of, trained))
+  paths = [x if isinstance(x, str) else path_of(x) for x in chosen]
+  count = collections.Counter(map(path_of, trained))
   for path in paths:
     if count[path] > 1:
       raise ValueError(

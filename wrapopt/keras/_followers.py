@@ -7,9 +7,7 @@ import tensorflow as tf
 from wrapopt import _lookup_cache
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
-from wrapopt.keras import _rules
-
-_value = _rules.value
+from wrapopt.keras._variables import value_of
 
 
 class Step(typing.NamedTuple):
@@ -50,19 +48,19 @@ class Step(typing.NamedTuple):
   def pairs(self, row):
     """[(updated variable, its value in a dict from keys)] of all replicas."""
     return _replicas.components(
-        (variable, _lazy.stored(_value(row[key])))
+        (variable, _lazy.stored(value_of(row[key])))
         for variable, key in zip(self.variables, self.keys) if key in row)
 
   def all_pairs(self, row):
     """The same for all variables that the optimizer trains."""
     return _replicas.components(
-        (variable, _lazy.stored(_value(row[key])))
+        (variable, _lazy.stored(value_of(row[key])))
         for variable, key in self.trained if key in row)
 
   def moved_pairs(self, row):
     """The same for those that a wrapper may move."""
     return _replicas.components(
-        (variable, _lazy.stored(_value(row[key])))
+        (variable, _lazy.stored(value_of(row[key])))
         for variable, key, _ in self.moved if key in row)
 
   def constrain(self):

@@ -21,8 +21,7 @@ from wrapopt._gates import _tokens
 from wrapopt.keras import _admission
 from wrapopt.keras import _followers
 from wrapopt.keras import _rules
-
-_value = _rules.value
+from wrapopt.keras._variables import value_of
 
 
 class View:
@@ -171,9 +170,9 @@ class Inner:
              ] if any(f.changes_weights for f in self.followers) else []
     return _followers.Step(
         tf.convert_to_tensor(opt.iterations),
-        list(map(_value, variables)), keys,
-        [(_value(v), opt._var_key(v)) for v in trained],
-        [(_value(v), opt._var_key(v), v.constraint) for v in moved],
+        list(map(value_of, variables)), keys,
+        [(value_of(v), opt._var_key(v)) for v in trained],
+        [(value_of(v), opt._var_key(v), v.constraint) for v in moved],
         self._cache)
 
   def _update_by_rule(self, step, rule, grads, variables, learning_rate):
@@ -362,7 +361,7 @@ class AskingInner(Inner):
             admitted = (
                 _admission.Admitted(*ops.begin_update(iterations, token=token))
                 if gate is None else gate._admit(
-                    iterations, [(g, _value(v)) for g, v in zip(
+                    iterations, [(g, value_of(v)) for g, v in zip(
                         grads, variables) if g is not None], token))
           asked = _admission.Asked(
               iterations, admitted, list(zip(grads, variables)), gate,
@@ -399,7 +398,7 @@ class AskingInner(Inner):
       with tf.control_dependencies(None):
         grads, arrived = _admission.at_servers(grads, variables,
                                                self._iterations)
-        for i, variable in enumerate(map(_value, variables)):
+        for i, variable in enumerate(map(value_of, variables)):
           with ops.device_of(variable):
             grads[i] = _rules.cast(grads[i], variable.dtype)
     with tf.control_dependencies(arrived):

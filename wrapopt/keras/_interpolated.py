@@ -17,8 +17,7 @@ from wrapopt.keras import _averaging
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
-
-_value = _rules.value
+from wrapopt.keras._variables import path_of, value_of
 
 
 class InterpolatingOptimizer(_averaging.AveragingOptimizer):
@@ -88,7 +87,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
         raise ValueError(
             f"A variable that a {type(self).__name__} trains must have no "
             "constraint, since the averaged weights would not satisfy it, got "
-            f"'{_state.path_of(v)}' with {v.constraint!r}.")
+            f"'{path_of(v)}' with {v.constraint!r}.")
 
   def _make_state(self, variables):
     self._check_innermost()  # A MultiOptimizer has made its optimizers now.
@@ -103,9 +102,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
         self._var_key(v): self._make_share(v) for v in trained})
     self._begun = self._make_begun()
     self._rows = [_state.Row({
-        key: _interpolated.Interpolated(_value(v), _value(self._z[key]),
-                                         _value(self._schedule_states[part]),
-                                         _value(self._shares[key]))
+        key: _interpolated.Interpolated(value_of(v), value_of(self._z[key]),
+                                         value_of(self._schedule_states[part]),
+                                         value_of(self._shares[key]))
         for part, opt in self._parts().items()
         for v in opt._trainable_variables
         if (key := self._var_key(v)) in self._z})]
@@ -113,11 +112,11 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
   def _make_share(self, variable):
     """Makes the variable that holds the share of a variable."""
     with self._distribution_strategy.extended.colocate_vars_with(
-        _value(variable)):
+        value_of(variable)):
       share = _average.Average.of(self.add_variable(
           shape=(), dtype="float64", initializer=lambda shape, dtype: (
               ops.float64(self._schedule.momentum)),
-          name=f"{_state.path_of(variable).replace('/', '_')}_share"))
+          name=f"{path_of(variable).replace('/', '_')}_share"))
     share.starts_at = self._schedule.momentum
     self._state.add("share", share, variable)
     return share
@@ -181,10 +180,10 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
   # Steps
 
   def _take(self, step, inner, grads, variables, learning_rate):
-    state = _value(self._schedule_states[step.part])
+    state = value_of(self._schedule_states[step.part])
     share = _replicas.merged(lambda: self._settle(step, state))()
     motion = self._schedule.motion(state.read_value(), learning_rate, share)
-    z = [_value(self._z[key]) for key in step.keys]
+    z = [value_of(self._z[key]) for key in step.keys]
     rule = (_rules.interpolated_rule_of(inner.opt, inner.cls, self._schedule)
             if _replicas.have_copies() else None)
     if rule is not None:
@@ -200,14 +199,14 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     def trained():
       return [_interpolated.Trained(*parts)
               for v, key in zip(step.variables, step.keys) for parts in zip(
-                  *map(_replicas.values, (v, _value(self._z[key]),
-                                          _value(self._shares[key]))))]
+                  *map(_replicas.values, (v, value_of(self._z[key]),
+                                          value_of(self._shares[key]))))]
 
     def others():
       here = set(step.keys)
       return [x for _, key in step.trained
               if key in self._shares and key not in here
-              for x in _replicas.values(_value(self._shares[key]))]
+              for x in _replicas.values(value_of(self._shares[key]))]
 
     return _interpolated.settle(
         _replicas.values(state)[0].read_value(), self._schedule.momentum,
@@ -219,7 +218,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
   def _take_around(self, step, inner, grads, variables, z, motion):
     """As the inner optimizer takes it, while the variables hold its z."""
-    state = _value(self._schedule_states[step.part])
+    state = value_of(self._schedule_states[step.part])
     grads = list(map(tf.convert_to_tensor, grads))
     _plan.Plan(grads, step.variables)
     decays = [self._schedule.weight_decay_at_y

@@ -10,8 +10,8 @@ import weakref
 
 import keras
 
-from wrapopt.keras import _state
 from wrapopt.keras import _steps
+from wrapopt.keras._variables import path_of
 
 _of_keras = keras.layers.Layer._post_untrack_variable
 # Not the function below, if this module is imported again.
@@ -130,7 +130,7 @@ def _check_successors(optimizer, model, averaged):
 def _has_left(optimizer, variable, layer, before):
   return RuntimeError(
       f"A variable that a {type(optimizer).__name__} averages must stay in its "
-      f"model, got '{_state.path_of(variable)}', which has left '{layer.name}'."
+      f"model, got '{path_of(variable)}', which has left '{layer.name}'."
       " quantize() and a replaced layer do this. Its average cannot be put in "
       f"its place. {before}Copy the model before, and change the copy: "
       "optimizer.averaged_model(model).quantize(\"int8\").")

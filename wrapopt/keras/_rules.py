@@ -15,7 +15,7 @@ from wrapopt import ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
-from wrapopt.keras import _average
+from wrapopt.keras._variables import value_of
 
 _optimizers = keras.optimizers
 
@@ -108,13 +108,6 @@ def add_rule(cls, name):
   """Makes `name` the rule of a subclass of Adam, one of this package."""
   _RULES[cls] = lambda opt: adam(opt)._replace(rule=name, squares=False)
   _METHODS[cls] = {}
-
-
-def value(variable):
-  """The tf.Variable of a variable of Keras or TensorFlow."""
-  if isinstance(variable, _average.Average):
-    return variable.stored
-  return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def has_rule(cls):
@@ -229,7 +222,7 @@ def update_of(opt, rule, values, members, cache, averages=(), z=None):
   if found and len(found.variables) == len(used) and all(
       map(operator.is_, found.variables, used)):
     return found.update
-  here = lambda x: _replicas.here(_lazy.stored(value(x)))
+  here = lambda x: _replicas.here(_lazy.stored(value_of(x)))
   chosen = lambda row: [here(row[i]) for i in members]
   indices = [opt._get_variable_index(values[i]) for i in members]
   update = ops.Update(

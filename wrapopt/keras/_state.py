@@ -19,9 +19,7 @@ from wrapopt.keras import _average
 from wrapopt.keras import _followers
 from wrapopt.keras import _left
 from wrapopt.keras import _owners
-from wrapopt.keras import _rules
-
-_value = _rules.value
+from wrapopt.keras._variables import path_of, value_of
 
 
 class Count(typing.NamedTuple):
@@ -183,7 +181,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           getattr(average, "starts_at", None) is not None and
           average.numpy() == average.starts_at for average, _ in row):
         continue
-      children.update({f"{in_files}.{i}": _value(average) for i, (average, _)
+      children.update({f"{in_files}.{i}": value_of(average) for i, (average, _)
                        in zip(self._indices[name], row)})
     if save_type == "checkpoint" and not self._is_made:
       children.update({key: value for key, value in self._late.items()
@@ -191,7 +189,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if save_type != "checkpoint":
       # A function that is saved, such as a step, must find its variables.
       if self.place is not None:
-        children["place"] = _value(self.place)
+        children["place"] = value_of(self.place)
       # The model that is saved holds the averages that are in its place.
       children = {name: child for name, child in children.items()
                   if not _in_place.has_no_value(_lazy.stored(child))}
@@ -254,7 +252,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def _of_index(self, name, i):
     """The value of the average of a name and an index, or None."""
-    return next((_value(average) for j, (average, _) in zip(
+    return next((value_of(average) for j, (average, _) in zip(
         self._indices[name], self._rows[name]) if i == j), None)
 
   def add_count(self, name, variable, value):
@@ -289,7 +287,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def _saved_in_block(self):
     """{id: value} of averages that a file gets with another value, see swap_in.
     """
-    return {id(_lazy.stored(_value(s))): value
+    return {id(_lazy.stored(value_of(s))): value
             for s, value in self._saved(self._swapped_in)}
 
   def _count_in_file(self, variable, count):
@@ -305,7 +303,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       saved: The result of `_saved_in_block`.
     """
     # If the model is saved with averages in place, these are its weights.
-    stored = _value(average)
+    stored = value_of(average)
     value = saved.get(id(_lazy.stored(stored)))
     if value is None and self._swapped_in:
       value = self._swapped_in.value(stored)
@@ -355,7 +353,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       self._take_owned(name, saved)
     for i, (average, _) in zip(self._indices[name], self._rows[name]):
       for key in dict.fromkeys([f"{in_files}.{i}", f"{name}.{i}"]):
-        self._handle_deferred_dependencies(key, _value(average))
+        self._handle_deferred_dependencies(key, value_of(average))
 
   def has_late(self):
     """Whether a file was loaded that waits for the build."""
@@ -392,7 +390,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     pairs = {id(pair[0]): pair for pair in [*self._waiting, *pairs]}.values()
     self._waiting = []
     for average, variable in pairs:
-      if _value(variable).is_initialized():
+      if value_of(variable).is_initialized():
         seed(average, variable)
       else:
         self._waiting.append((average, variable))
@@ -447,7 +445,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if latest == self._completed:
       return
     self._completed = latest
-    lacks = lambda variable: _restored(_value(variable)) < latest
+    lacks = lambda variable: _restored(value_of(variable)) < latest
     missing = [pair for pair in self.pairs() if lacks(pair[0])]
     has_averages = len(missing) < len(self.pairs())
     self._set.update(id(average) for average, _ in self.pairs())
@@ -532,7 +530,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
             trackable.VARIABLE_VALUE_KEY])))
     for i, j in found.items():
       self._handle_deferred_dependencies(
-          f"{in_files}.{j}", _value(pairs[i][0]))
+          f"{in_files}.{j}", value_of(pairs[i][0]))
     for j in saved:
       deferred.pop(f"{in_files}.{j}", None)
 
@@ -587,7 +585,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         # A checkpoint sets a variable of Keras, or its tf.Variable.
         _, v = pairs[i]  # pylint: disable=cell-var-from-loop
         return (loaded.source == "file" or  # pylint: disable=cell-var-from-loop
-                _restored(self) in (_restored(v), _restored(_value(v))))
+                _restored(self) in (_restored(v), _restored(value_of(v))))
 
       ours = self._owners_of(name, known, loaded.source)
       found = _owners.match(ours, loaded.saved, is_known)
@@ -789,7 +787,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       must_stay: Whether nobody may change the variables meanwhile.
     """
     self._saved = saved
-    self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more],
+    self._swapped_in = _swap.SwappedIn(pairs, [value_of(self.place), *more],
                                        must_stay)
 
   def swap_out(self):
@@ -883,7 +881,7 @@ class _Copy(trackable.Trackable):
 
 def _owner(variable):
   """The `_owners.Owner` that a variable is now."""
-  value = _replicas.values(_value(variable))[0]
+  value = _replicas.values(value_of(variable))[0]
   has_value = not _in_place.has_no_value(value) and value.is_initialized()
   return _owners.Owner.of(path_of(variable), value,
                           value.numpy() if has_value else None)
@@ -910,7 +908,7 @@ def _load(average, variable, value):
   A value of another shape belongs to another variable; Keras has reported it.
   """
   if value is not None and tuple(value.shape) == tuple(average.shape):
-    for s in _replicas.values(_value(average)):
+    for s in _replicas.values(value_of(average)):
       _assign(s, tf.cast(value, s.dtype))
   else:
     seed(average, variable)
@@ -918,18 +916,17 @@ def _load(average, variable, value):
 
 def assign_all(pairs):
   """Assigns averages to their variables: (variable, average) pairs."""
-  pairs = list(pairs)
+  pairs = _replicas.components([(value_of(v), value_of(s)) for v, s in pairs])
   # For all averages of the variables, not only these.
-  _lazy.settle([v for v, _ in _replicas.components(
-      [(_value(v), _value(s)) for v, s in pairs])])
-  for v, s in _replicas.components([(_value(v), _value(s)) for v, s in pairs]):
+  _lazy.settle([v for v, _ in pairs])
+  for v, s in pairs:
     v.assign(tf.cast(s, v.dtype))
 
 
 def seed(average, variable):
   """Sets an average to its variable, or to its number `starts_at`."""
   start = getattr(average, "starts_at", None)
-  for s, v in _replicas.components([(_value(average), _value(variable))]):
+  for s, v in _replicas.components([(value_of(average), value_of(variable))]):
     _assign(s, tf.cast(v, s.dtype) if start is None else start)
 
 
@@ -945,8 +942,3 @@ def assign(variable, number):
   # In a replica, a variable of all replicas cannot be assigned.
   for v in _replicas.values(variable.value):
     v.assign(number)
-
-
-def path_of(variable):
-  """The name of a variable in checkpoints."""
-  return getattr(variable, "path", None) or variable.name.split(":")[0]

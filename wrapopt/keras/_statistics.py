@@ -13,6 +13,7 @@ from wrapopt.keras import _averaging
 from wrapopt.keras import _chosen
 from wrapopt.keras import _state
 from wrapopt.keras import batch_norm
+from wrapopt.keras._variables import path_of
 
 
 class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
@@ -66,7 +67,7 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
         raise ValueError(
             "A MovingAverage with average_batch_norm=True must know the whole "
             f"model before averages of its statistics are made, got the model "
-            f"'{model.name}' later, whose '{_state.path_of(v)}' has no "
+            f"'{model.name}' later, whose '{path_of(v)}' has no "
             "average. Call set_model(model) first.")
 
   def _statistics(self):

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from wrapopt.keras import _followers
 from wrapopt.keras import _inner
-from wrapopt.keras import _rules
+from wrapopt.keras._variables import value_of
 
 
 def followed(opt, wrappers):
@@ -29,7 +29,7 @@ def followed(opt, wrappers):
     return view(opt, {
         "_backend_update_step": _refused(type(opt), list(attributes), wrappers),
         **{name: _property(name, wrappers) for name in attributes}})
-  iterations = _rules.value(vars(opt)["_iterations"])
+  iterations = value_of(vars(opt)["_iterations"])
   inner = (_inner.AskingInner(type(opt), wrappers, iterations)
            if _inner.asks(iterations, wrappers) else
            _inner.Inner(type(opt), wrappers))

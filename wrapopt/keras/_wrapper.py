@@ -26,8 +26,7 @@ from wrapopt.keras import _of_inner
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
-
-_value = _rules.value
+from wrapopt.keras._variables import path_of, value_of
 
 
 class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
@@ -113,16 +112,16 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     if self.built:
       return
     inner = self.inner_optimizer
-    if _replicas.is_shared(_value(inner._iterations)):
+    if _replicas.is_shared(value_of(inner._iterations)):
       self._refuse_holders()
     # It may train all of its variables later, when layers are not frozen.
     variables = list(inner._trainable_variables if inner.built else variables)
     for v in variables:
-      if isinstance(_value(v), sharded_variable.ShardedVariable):
+      if isinstance(value_of(v), sharded_variable.ShardedVariable):
         raise ValueError(
             f"A variable that a {type(self).__name__} trains must not be a "
             "ShardedVariable, which Keras cannot train, got "
-            f"'{_state.path_of(v)}'. Make a tf.Variable in the scope of the "
+            f"'{path_of(v)}'. Make a tf.Variable in the scope of the "
             "strategy, and pass its `variables`, one on each server.")
     self._check_variables(variables)
     if not inner.built:
@@ -174,9 +173,9 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     Returns:
       A `keras.Variable`.
     """
-    value = _value(variable)
+    value = value_of(variable)
     dtype = dtype or value.dtype
-    path = _state.path_of(variable)
+    path = path_of(variable)
     has_value = bool(value.is_initialized())
     with self._distribution_strategy.extended.colocate_vars_with(value):
       average = self.add_variable(
@@ -213,7 +212,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
       A `keras.Variable`.
     """
     with _replicas.colocated(
-        _value(self._iterations) if near is None else near):
+        value_of(self._iterations) if near is None else near):
       count = self.add_variable(
           shape=np.shape(value), dtype=dtype, name=name,
           initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
@@ -314,7 +313,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     for wrapper in wrappers:
       wrapper._prepare_averages(keys)
     # In a step that asks for admission, only that has to wait.
-    return [] if _replicas.is_shared(_value(self._iterations)) else (
+    return [] if _replicas.is_shared(value_of(self._iterations)) else (
         _check_in_place(wrappers))
 
   def _checks(self):
@@ -347,7 +346,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
         return row[self._var_key(variable)]
     raise KeyError(
         f"`variable` must be one that this {type(self).__name__} was built "
-        f"with, got '{_state.path_of(variable)}'. A copy of a model has "
+        f"with, got '{path_of(variable)}'. A copy of a model has "
         "variables of its own.")
 
   def _require_built(self, what):
@@ -456,7 +455,7 @@ def _wrappers_of(optimizers):
 def _check_in_place(wrappers):
   """Operations that fail while averages of wrappers are in place."""
   return _swap.check([
-      _value(wrapper._state.place) for wrapper in wrappers
+      value_of(wrapper._state.place) for wrapper in wrappers
       if wrapper._state.place is not None])
 
 

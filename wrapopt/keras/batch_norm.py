@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from wrapopt._averages import _replicas
 from wrapopt.keras import _beside
-from wrapopt.keras import _rules
+from wrapopt.keras._variables import value_of
 
 
 def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
@@ -251,7 +251,7 @@ class Recalibration:
 def _values(model):
   """The statistics of a model: TensorFlow's variables, of each replica."""
   return [value for v in statistics(model)
-          for value in _replicas.values(_rules.value(v))]
+          for value in _replicas.values(value_of(v))]
 
 
 class _Moments:

@@ -27,6 +27,7 @@ from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
+from wrapopt.keras._variables import value_of
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -128,7 +129,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """
     super().__init__(optimizer, name, sum_duplicates)
     self._count_on_cpu()
-    self._limit = _staleness.checked_limit(_rules.value(staleness))
+    self._limit = _staleness.checked_limit(value_of(staleness))
     if not isinstance(policy, _policies.COMPENSATING) and (
         policy not in ("drop", "scale") and not callable(policy)):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
@@ -151,7 +152,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
 
   def _count_on_cpu(self):
     """Moves `iterations` from a GPU, where Keras makes it, to its host."""
-    count = _rules.value(self._iterations)
+    count = value_of(self._iterations)
     if (not isinstance(count, tf.distribute.DistributedValues) and
         tf.DeviceSpec.from_string(count.device).device_type == "GPU"):
       with tf.init_scope(), ops.host_of(count):
@@ -169,7 +170,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
             self._var_key(v): self._make_count(
                 f"{name}_{i}", np.zeros(v.shape, np.float32),
                 dtype=ops.state_dtype(
-                    _rules.value(v).dtype).name, near=_rules.value(v))
+                    value_of(v).dtype).name, near=value_of(v))
             for i, v in enumerate(variables)
             if not self._overwrite_variable_with_gradient(v)})
         for name in (self._policy._states if self._compensates() else ())}
@@ -191,7 +192,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """Takes steps that have failed out of the histogram, in eager mode."""
     if self.built and tf.executing_eagerly():
       ops.take_aborted_back(*(
-          _replicas.values(_rules.value(v))[0]
+          _replicas.values(value_of(v))[0]
           for v in (self._iterations, self._histogram)))
 
   @contextlib.contextmanager
@@ -205,7 +206,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       The record, an int64 scalar, for `apply_recorded`.
     """
     self._check_not_compiled()
-    recorded, _ = ops.staleness_record(_rules.value(self._iterations))
+    recorded, _ = ops.staleness_record(value_of(self._iterations))
     records = self._untracked.records
     if tf.executing_eagerly():
       records.last = recorded
@@ -213,7 +214,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       records.of_graph[tf.compat.v1.get_default_graph()] = recorded.op.name
     keeping: Any = contextlib.nullcontext()
     if self._compensates() and tf.executing_eagerly():
-      weights = _origins.Weights(map(_rules.value, self._trainable_variables))
+      weights = _origins.Weights(map(value_of, self._trainable_variables))
       recorded._wrapopt_weights = weights
       keeping = weights.of_block()
     with keeping, _records.reads_after(recorded):
@@ -260,8 +261,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     grads = [g for g, _ in grads_and_vars]
     compensation = self._compensation(grads_and_vars)
     verdict = ops.staleness_gate(
-        iterations, _rules.value(self._stale_counter),
-        _rules.value(self._histogram), self._recorded(iterations, grads),
+        iterations, value_of(self._stale_counter),
+        value_of(self._histogram), self._recorded(iterations, grads),
         self._limit, token=token)
     try:
       with tf.device(None), tf.device(grads[0].device):
@@ -302,7 +303,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     else:
       found = _origins.in_graph(grads_and_vars)
     return _compensation.Compensated(self._policy, found, {
-        name: {id(v): _rules.value(row[self._var_key(v)])
+        name: {id(v): value_of(row[self._var_key(v)])
                for _, v in grads_and_vars}
         for name, row in self._memory.items()})
 
@@ -347,7 +348,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """
     self._require_built("staleness_stats")
     self._take_aborted_back()
-    return _staleness.stats(_rules.value(self._histogram))
+    return _staleness.stats(value_of(self._histogram))
 
   def write_summaries(self) -> None:
     """Writes the summaries of the gate to TensorBoard's default writer.
@@ -361,9 +362,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """
     self._require_built("write_summaries")
     self._take_aborted_back()
-    histogram = _rules.value(self._histogram)
+    histogram = value_of(self._histogram)
     _staleness.write(_staleness.summaries(histogram, {"staleness": histogram}),
-                     _rules.value(self._iterations))
+                     value_of(self._iterations))
 
   def get_config(self) -> dict[str, Any]:
     policy = self._policy

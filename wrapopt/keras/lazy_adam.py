@@ -10,6 +10,7 @@ from wrapopt._averages import _replicas
 from wrapopt.keras import _followers
 from wrapopt.keras import _rules
 from wrapopt.keras import _steps
+from wrapopt.keras._variables import value_of
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -51,7 +52,7 @@ class LazyAdam(keras.optimizers.Adam):
 
   def apply(self, grads, trainable_variables=None):
     # In a step that has begun, a number is in the place of the variable.
-    if _replicas.is_shared(_rules.value(self._iterations)):
+    if _replicas.is_shared(value_of(self._iterations)):
       _steps.followed(self, [_followers.NoFollower()]).apply(
           grads, trainable_variables)
     else:
@@ -63,7 +64,7 @@ class LazyAdam(keras.optimizers.Adam):
       return
     rule = _rules.adam(self)
     index = self._get_variable_index(variable)
-    value = _replicas.here(_rules.value(variable))
+    value = _replicas.here(value_of(variable))
     ops.apply("LazyAdam",
               {"var": [value],
                **{state: [_replicas.here(slots[index].value)]

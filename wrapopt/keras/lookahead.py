@@ -8,9 +8,9 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _partial
 from wrapopt.keras import _followers
-from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _wrapper
+from wrapopt.keras._variables import value_of
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -88,7 +88,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
         for v in variables if not self._overwrite_variable_with_gradient(v)})
     for v in variables:
       if self._var_key(v) in self._slow:
-        _partial.note(*map(_rules.value, (v, self._slow[self._var_key(v)])))
+        _partial.note(*map(value_of, (v, self._slow[self._var_key(v)])))
     self._begun = self._make_begun()
 
   def slow_weights(self, variable: keras.Variable) -> Any:

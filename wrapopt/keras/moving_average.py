@@ -25,6 +25,7 @@ from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
+from wrapopt.keras._variables import path_of, value_of
 
 # Configurations hold them.
 for _cls in _decay.BEMA, _decay.HalfLife, _decay.PowerDecay:
@@ -211,7 +212,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       if self._shadow_dtype and self._shadow_dtype.name not in allowed:
         raise ValueError(
             f"`shadow_dtype` must be {' or '.join(sorted(allowed))}, got "
-            f"{self._shadow_dtype.name}, for '{_state.path_of(v)}'.")
+            f"{self._shadow_dtype.name}, for '{path_of(v)}'.")
 
   def _make_state(self, variables):
     self._rows = self._make_rows(self._candidates(variables))
@@ -273,7 +274,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
         for i, v in variables.items()}) for k, decay in enumerate(self._decays)]
 
   def _wrap_average(self, average, variable):
-    value = _rules.value(variable)
+    value = value_of(variable)
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
         self.use_ema or
@@ -382,7 +383,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     if of_batch_norm[0]:
       _plan.update_all(of_batch_norm,
                        _decays.where_due(step.accept, decays))
-    return [[_rules.value(row[key]) if key in row else None
+    return [[value_of(row[key]) if key in row else None
              for key in step.keys]
             for row in self._moving_of(self._rows)], decays
 
