@@ -700,7 +700,7 @@ def test_chosen_statistics_and_files(tmp_path):
   average = loaded.optimizer._statistics()[1][0][loaded.optimizer._var_key(
       loaded.get_layer("second").moving_mean)]
   assert_same([average.numpy()], [want])
-  # A file of more statistics, as of earlier versions.
+  # A file of more statistics.
   opt.average(second).assign(want * 0)
   model.load_weights(tmp_path / "all.weights.h5")
   assert_same([opt.average(second).numpy()], [want])

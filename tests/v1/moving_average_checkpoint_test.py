@@ -672,13 +672,6 @@ def with_decays(decays):
   return lambda: wrapopt.MovingAverageOptimizer(INNER["momentum"](), decays)
 
 
-def as_an_earlier_version(opt):
-  """Of several decays, the first had no number in a tf.train.Checkpoint."""
-  opt._slot_of_decay = opt._name_of_decay
-  opt._slots = dict(zip(opt._slot_of_decay, opt._slots.values()))
-  return opt
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("decays", [
     [0.75, 0.5], [0.5], 0.75, [0.9, 0.75], [0.75, 0.9, 0.5], 0.9], ids=str)
@@ -721,32 +714,6 @@ ANOTHER_FIRST = (
     r"' in the checkpoint, got \[0\.75, 0\.\d+\]: the checkpoint has other "
     r"averages of 0\.75\. Give the decays in the order of the run that wrote "
     r"it\.$")
-
-
-def test_a_checkpoint_whose_first_decay_has_no_number(tmp_path):
-  make = with_decays([0.5, 0.75])
-  one = Eager(lambda: as_an_earlier_version(make()))
-  one.train(2)
-  path = one.checkpoint.save(str(tmp_path / "model"))
-  want = one.averages()
-  assert f"w/.OPTIMIZER_SLOT/opt{AVERAGE}/.ATTRIBUTES/VARIABLE_VALUE" in (
-      contents(path))
-  # The same order.
-  two = Eager(make, start=8.0)
-  two.train()
-  two.checkpoint.restore(path).assert_consumed()
-  assert_same_bits(two.averages(), want)
-  # The one with a number is known.
-  two = Eager(with_decays(0.75), start=8.0)
-  two.train()
-  two.checkpoint.restore(path).expect_partial()
-  assert_same_bits([two.opt.average(v).numpy() for v in (two.w, two.e)],
-                   want[2:])
-  # The one without is not.
-  for decays in [0.75, 0.5], [0.75, 0.25]:
-    two = Eager(with_decays(decays))
-    with pytest.raises(ValueError, match=ANOTHER_FIRST):
-      two.checkpoint.restore(path)
 
 
 def test_decays_in_another_order_in_a_session(kind, tmp_path):

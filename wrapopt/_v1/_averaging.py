@@ -315,7 +315,7 @@ class AveragingOptimizer(WrapperOptimizer):
     if slot_name.startswith(self._slot_name):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
       _slots.check_whole(variable)
-      slot_name = self._slot_of_saved(slot_name, slot_variable_position)
+      slot_name = self._slot_of_saved(slot_name)
       if slot_name is None or not self._chosen_of([variable]):
         return
       if tf.executing_eagerly():
@@ -326,10 +326,9 @@ class AveragingOptimizer(WrapperOptimizer):
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
 
-  def _slot_of_saved(self, name, position):
+  def _slot_of_saved(self, name):
     """The slot for averages that a Checkpoint calls `name`, or None."""
-    return _saved_slots.slot_of(name, position, self._decays,
-                                self._slot_of_decay)
+    return _saved_slots.slot_of(name, self._decays, self._slot_of_decay)
 
   def _steps_of(self, graph):
     return self._non_slot(_STEPS, graph)

@@ -166,7 +166,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
   def _own_slot_names(self):
     return [*super()._own_slot_names(), self._share_slot]
 
-  def _slot_of_saved(self, name, position):
+  def _slot_of_saved(self, name):
     return name
 
   def _counts_of(self, graph):

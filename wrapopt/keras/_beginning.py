@@ -17,7 +17,7 @@ class Beginning:
   def _make_begun(self):
     """Makes the variable that tells whether the averages have begun: 0 or 1."""
     self._untracked.marks = True
-    return self._make_count("begun", 0, seeded=1, missing=1)
+    return self._make_count("begun", 0, seeded=1)
 
   def _has_begun(self):
     """Whether the averages have begun: a bool."""

@@ -26,7 +26,6 @@ class Count(typing.NamedTuple):
   """Values of a count, see `WrapperOptimizer._make_count`."""
   value: typing.Any
   seeded: typing.Any
-  missing: typing.Any
   swapped_in: typing.Callable = lambda value: value
   in_files: typing.Any = None
 
@@ -142,7 +141,6 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def name_in_files(self, name, in_files):
     """Gives averages another name in files and checkpoints, before `add`.
 
-    Those of earlier versions, which have them by `name`, are still read.
     """
     self._in_files[name] = in_files
 
@@ -203,7 +201,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       return None  # A checkpoint waits for the averages.
     kind, _, i = name.rpartition(".")
     for row in self._rows:
-      if kind in (row, self._name_in_files(row)) and i.isdigit():
+      if kind == self._name_in_files(row) and i.isdigit():
         # They wait until their owners are restored.
         return None if self._awaits else self._of_index(row, int(i))
     return super()._lookup_dependency(name, *args, **kwargs)
@@ -329,8 +327,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """
     for name in [name for name in self._rows if name.endswith(suffix)]:
       self._take_deferred(name)
-      names = (name, self._name_in_files(name))
-      if any(key.rpartition(".")[0] in names for key in self._late):
+      if any(key.rpartition(".")[0] == self._name_in_files(name)
+             for key in self._late):
         self._give(name, self._late, {})
       if self._is_assigned and not any(
           self.was_set(average) for average, _ in self._rows[name]):
@@ -352,8 +350,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if saved:
       self._take_owned(name, saved)
     for i, (average, _) in zip(self._indices[name], self._rows[name]):
-      for key in dict.fromkeys([f"{in_files}.{i}", f"{name}.{i}"]):
-        self._handle_deferred_dependencies(key, value_of(average))
+      self._handle_deferred_dependencies(f"{in_files}.{i}", value_of(average))
 
   def has_late(self):
     """Whether a file was loaded that waits for the build."""
@@ -447,12 +444,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._completed = latest
     lacks = lambda variable: _restored(value_of(variable)) < latest
     missing = [pair for pair in self.pairs() if lacks(pair[0])]
-    has_averages = len(missing) < len(self.pairs())
     self._set.update(id(average) for average, _ in self.pairs())
     self._begin_anew(missing)
     for variable, count in self._counts.values():
       if lacks(variable):
-        assign(variable, count.missing if has_averages else count.value)
+        assign(variable, count.value)
         self._take_count(variable, count)
     # The checkpoint's values for variables that do not exist.
     _warn_unread({name.rpartition(".")[0] for name in
@@ -676,8 +672,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for name, (variable, count) in self._counts.items():
       assign(variable, _of_file(name, variable, count, store)
              if has_averages else count.value)
-    unread = names - {x for name in self._rows
-                      for x in (name, self._name_in_files(name))}
+    unread = names - set(map(self._name_in_files, self._rows))
     self._late = _copies(store, [
         key for key in store.keys()
         if (name := key.rpartition(".")[0]) in unread
@@ -692,13 +687,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       store: A mapping from keys to arrays.
       known: As for `_owners_of`.
     """
-    in_files = next((
-        x for x in dict.fromkeys([self._name_in_files(name), name])
-        if any(key.rpartition(".")[0] == x for key in store.keys())), None)
-    if in_files is None:
-      found, get = {}, None
-    else:
-      get = lambda j: store[f"{in_files}.{j}"]
+    in_files, found = self._name_in_files(name), {}
+    get = lambda j: store[f"{in_files}.{j}"]
+    if any(key.rpartition(".")[0] == in_files for key in store.keys()):
       if f"{in_files}.{_OWNERS}" in store.keys():
         [saved] = _owners.from_array(get(_OWNERS)).values()
         ours = self._owners_of(name, known, "file")
@@ -724,8 +715,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """As `_owners.match`, for a file of earlier versions."""
     row = self._rows[name]
     found = [key for key in store.keys() if key.rpartition(".")[0] == in_files]
-    # Earlier versions averaged the statistics of all layers.
-    fits = (len(found) == len(row) or name.endswith(OF_BATCH_NORM)) and all(
+    fits = len(found) == len(row) and all(
         f"{in_files}.{i}" in store.keys() for i in self._indices[name])
     shapes = [(tuple(average.shape), tuple(store[f"{in_files}.{i}"].shape))
               for i, (average, _) in zip(self._indices[name], row)
@@ -818,11 +808,11 @@ def _copies(store, names):
 
 
 def _of_file(name, variable, count, store):
-  """The value of a count in a file, or `missing` if it does not fit."""
+  """The value of a count in a file, or that at the start."""
   if count.in_files is not None and count.in_files.name in store.keys():
     return count.in_files.from_file(np.asarray(store[count.in_files.name]))
   if name not in store.keys():
-    return count.missing
+    return count.value
   value = np.asarray(store[name])
   if value.shape == tuple(variable.shape):
     return (value if count.in_files is None else
@@ -830,7 +820,7 @@ def _of_file(name, variable, count, store):
   warnings.warn(
       f"The file's '{name}' must have the shape {tuple(variable.shape)} like "
       f"the optimizer's, got {value.shape}. It is not loaded.")
-  return count.missing
+  return count.value
 
 
 class InBlock(typing.NamedTuple):

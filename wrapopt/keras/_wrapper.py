@@ -192,16 +192,14 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     del variable
     return _average.Average.of(average)
 
-  def _make_count(self, name, value, seeded=None, missing=None, *,
-                  dtype="int64", near=None, **kwargs):
+  def _make_count(self, name, value, seeded=None, *, dtype="int64", near=None,
+                  **kwargs):
     """Makes a variable that is saved and restored with the averages.
 
     Args:
       name: Its name.
-      value: Its value at the start, and if a file has no averages.
+      value: Its value at the start, and if a file lacks it.
       seeded: Its value after averages are seeded; by default `value`.
-      missing: Its value if a file has averages and not this count; by default
-        `value`.
       dtype: Its dtype.
       near: In a cluster, a tf.Variable on the server where it is made; by
         default that of `iterations`.
@@ -218,8 +216,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
           initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
     _average.Kept.of(count)
     self._state.add_count(name, count, _state.Count(
-        value, value if seeded is None else seeded,
-        value if missing is None else missing, **kwargs))
+        value, value if seeded is None else seeded, **kwargs))
     return count
 
   def _make_counts(self, name, *args, in_files=None, **kwargs):

@@ -264,7 +264,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       variables: {index: variable}, see `_state.State.add`.
       suffix: The end of their names.
     """
-    # Files know averages by their decays. Earlier versions did not, for one.
+    # Files know averages by their decays.
     self._state.name_in_files(f"average{suffix}",
                               f"average_{self._decays[0]}{suffix}")
     return [_state.Row({

@@ -3,7 +3,6 @@
 from typing import Any, Optional, Union
 
 import keras
-import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
@@ -11,10 +10,6 @@ from wrapopt.keras import _averaging
 from wrapopt.keras import _followers
 from wrapopt.keras import _state
 from wrapopt.keras import _wrapper
-
-
-# A number of counted steps: all that the schedule counts.
-_SINCE_START = -1
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -130,22 +125,10 @@ class SWA(_averaging.AveragingOptimizer):
         self._var_key(v): self._make_average(
             v, "average", _wrapper.float32_for_half(v.dtype), i)
         for i, v in self._candidates(variables).items()})]
-    # A file without the number is of a version that counted since the inner
-    # optimizer's first step.
-    self._counted = self._make_counts("counted_steps", 0, missing=_SINCE_START)
+    self._counted = self._make_counts("counted_steps", 0)
 
   def _has_begun(self):
-    return any(
-        self._number(int(self._counted[part].numpy()),
-                     _wrapper.steps_of(opt)) > 0
-        for part, opt in self._parts().items())
-
-  def _number(self, counted, iterations):
-    """The number of steps counted in the first `iterations` steps."""
-    if counted != _SINCE_START:
-      return counted
-    since = iterations - 1 - self._start_averaging
-    return since // self._average_period + 1 if since >= 0 else 0
+    return any(int(counted.numpy()) for counted in self._counted.values())
 
   def _follow(self, step):
     since = step.iterations - self._start_averaging
@@ -155,7 +138,6 @@ class SWA(_averaging.AveragingOptimizer):
 
     def count():
       n = counted.read_value()
-      n = tf.where(n == _SINCE_START, since // self._average_period, n)
       counted.assign(n + 1)
       n = ops.float64(n)
       ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
