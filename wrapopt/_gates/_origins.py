@@ -182,24 +182,11 @@ def _is_reshaped(tensor, of):
 def _reads_before(targets):
   """The ops that read variables and on which `targets` depend, in order."""
   here = tf1.get_default_graph()
-  seen, found = set(), []
-  pending = list(targets)
-  while pending:
-    op = pending.pop()
-    if op in seen:
-      continue
-    seen.add(op)
-    if op.type in _records.RECORD_OPS:
-      continue
-    if (op.type in (_READ, _COPY, _GATHER) or
-        op.type in _IN_PLACE and op.inputs[0].dtype._is_ref_dtype):
-      if _is_visible(op, here):
-        found.append(op)
-      continue
-    pending += [t.op for t in op.inputs] + list(op.control_inputs)
-    outside = _records.captured(op)
-    if outside is not None:
-      pending.append(outside)
+  ends = _records.before(targets, lambda op: (
+      op.type in (*_records.RECORD_OPS, _READ, _COPY, _GATHER) or
+      op.type in _IN_PLACE and op.inputs[0].dtype._is_ref_dtype))
+  found = [op for op in ends if op.type not in _records.RECORD_OPS and
+           _is_visible(op, here)]
   # Those of graphs outside come first.
   depth = {}
   graph = here

@@ -53,30 +53,27 @@ def _captured(tensor):
   return None
 
 
-def captured(op):
-  """The op outside of a function that an op in it stands for, or None."""
-  if op.type != "Placeholder":
-    return None
-  outside = _captured(op.outputs[0])
-  return None if outside is None or hasattr(outside, "numpy") else outside.op
-
-
 def records_before(targets):
   """Ops that record a step and on which `targets` depend, in order."""
-  seen, pending, found = set(), list(targets), []
+  return sorted(before(targets, lambda op: op.type in RECORD_OPS),
+                key=lambda op: op._id)
+
+
+def before(targets, is_end):
+  """Ops for which `is_end`, and from which ways of others lead to targets."""
+  seen, pending = set(), list(targets)
   while pending:
     op = pending.pop()
     if op in seen:
       continue
     seen.add(op)
-    if op.type in RECORD_OPS:
-      found.append(op)
+    if is_end(op):
+      yield op
       continue
     pending += [t.op for t in op.inputs] + list(op.control_inputs)
-    outside = captured(op)
-    if outside is not None:
-      pending.append(outside)
-  return sorted(found, key=lambda op: op._id)
+    outside = _captured(op.outputs[0]) if op.type == "Placeholder" else None
+    if not (outside is None or hasattr(outside, "numpy")):
+      pending.append(outside.op)
 
 
 @contextlib.contextmanager
