@@ -47,27 +47,28 @@ class Step(typing.NamedTuple):
 
   def pairs(self, row):
     """[(updated variable, its value in a dict from keys)] of all replicas."""
-    return _replicas.components(
-        (variable, _lazy.stored(value_of(row[key])))
-        for variable, key in zip(self.variables, self.keys) if key in row)
+    return _pairs(zip(self.variables, self.keys), row)
 
   def all_pairs(self, row):
     """The same for all variables that the optimizer trains."""
-    return _replicas.components(
-        (variable, _lazy.stored(value_of(row[key])))
-        for variable, key in self.trained if key in row)
+    return _pairs(self.trained, row)
 
   def moved_pairs(self, row):
     """The same for those that a wrapper may move."""
-    return _replicas.components(
-        (variable, _lazy.stored(value_of(row[key])))
-        for variable, key, _ in self.moved if key in row)
+    return _pairs(((v, key) for v, key, _ in self.moved), row)
 
   def constrain(self):
     """Applies constraints to weights that a wrapper has moved."""
     for variable, _, constraint in self.moved:
       for v in _replicas.values(variable) if constraint is not None else ():
         v.assign(constraint(v.read_value()))
+
+
+def _pairs(keyed, row):
+  """Those of (variable, key) pairs that a row has, with its values."""
+  return _replicas.components(
+      (variable, _lazy.stored(value_of(row[key])))
+      for variable, key in keyed if key in row)
 
 
 class Follower:
