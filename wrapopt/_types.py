@@ -20,7 +20,6 @@ Session: TypeAlias = Union[tf.compat.v1.Session,
 Bool: TypeAlias = Union[bool, Tensor]
 Float: TypeAlias = Union[float, Tensor, Variable]
 Integer: TypeAlias = Union[int, Tensor, Variable]
-String: TypeAlias = Union[str, Tensor]
 
 # A single variable is the same as a sequence of one.
 Variables: TypeAlias = Union[Variable, Sequence[Variable]]

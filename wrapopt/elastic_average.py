@@ -353,14 +353,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   def _copies(self, variables):
     """(the centers of `variables`, the worker's copies of the centers)."""
-    for v in variables:
-      if v not in self._getter.centers:
-        raise ValueError(
-            f"'{v.name}' must have a center, got a variable that the "
-            "optimizer's ElasticAverageCustomGetter did not make. Make it with "
-            "trainable=True in tf.compat.v1.variable_scope(..., "
-            "custom_getter=getter).")
-    return ([self._getter.centers[v] for v in variables],
+    return (list(map(self._getter.center_of, variables)),
             [self._getter.local_centers[v] for v in variables])
 
   # Starting

@@ -299,7 +299,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     if not isinstance(step.global_step, tf.Variable):
       raise TypeError("`global_step` must be a variable, got "
                       f"{step.global_step!r}.")
-    pairs = [(v, self._center_of(v)) for g, v in step.grads_and_vars
+    pairs = [(v, self._getter.center_of(v)) for g, v in step.grads_and_vars
              if g is not None]
     with self._making_state(), tf.control_dependencies(_step.check(step)):
       stepped = self._inner._take(step._replace(
@@ -329,15 +329,6 @@ class ModelAverageOptimizer(WrapperOptimizer):
   def _has_one_pass(self):
     return False  # A round may follow the inner optimizer's step.
 
-  def _center_of(self, variable):
-    if variable not in self._getter.centers:
-      raise ValueError(
-          f"'{variable.name}' must have a center, got a variable that the "
-          "optimizer's ModelAverageCustomGetter did not make. Make it with "
-          "trainable=True in tf.compat.v1.variable_scope(..., "
-          "custom_getter=getter).")
-    return self._getter.centers[variable]
-
   def get_init_op(self) -> Operation:
     """An operation that starts this worker's variables from the centers.
 
@@ -352,7 +343,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
       ValueError: If `ma_custom_getter` has made no variable yet.
     """
     self._getter.follow_files()
-    pairs = [(v, self._center_of(v)) for v in self._getter.centers.in_graph()]
+    pairs = [(v, self._getter.center_of(v))
+             for v in self._getter.centers.in_graph()]
     if not pairs:
       raise ValueError("The list of local_variables should not be empty. Build "
                        "the model first, with the ModelAverageCustomGetter.")

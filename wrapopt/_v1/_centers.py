@@ -137,6 +137,16 @@ class CenterGetter:
       self._make_copies(getter, name, variable, kwargs)
     return variable
 
+  def center_of(self, variable):
+    """The center of a variable that this getter must have made."""
+    if variable not in self.centers:
+      raise ValueError(
+          f"'{variable.name}' must have a center, got a variable that the "
+          f"optimizer's {type(self).__name__} did not make. Make it with "
+          "trainable=True in tf.compat.v1.variable_scope(..., "
+          "custom_getter=getter).")
+    return self.centers[variable]
+
   def _make_copies(self, getter, name, variable, kwargs):
     # In the caller's device scope: replica_device_setter chooses a parameter
     # server.
