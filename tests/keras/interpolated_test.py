@@ -61,26 +61,19 @@ def assert_points(opt, v, model, rtol, atol=0.0):
     np.testing.assert_allclose(got, want, rtol, atol)
 
 
-def test_in_the_head():
-  # z goes 1, 2, 3; x is the mean of it; y is in the middle.
-  w = keras.Variable([0.0])
-  opt = wk.ScheduleFree(K.SGD(1.0), 0.5)
-  seen = []
+@pytest.mark.parametrize("make, want", [
+    # z goes 1, 2, 3; x is the mean of it; y is in the middle.
+    (lambda opt: wk.ScheduleFree(opt, 0.5),
+     [[1, 1, 1], [1.5, 1.75, 2], [2, 2.5, 3]]),
+    # x moves to the middle of the old x and the new z.
+    (lambda opt: wk.PrimalAverage(opt, 0.5, 0.5),
+     [[0.5, 0.75, 1], [1.25, 1.625, 2], [2.125, 2.5625, 3]])])
+def test_in_the_head(make, want):
+  w, opt, seen = keras.Variable([0.0]), make(K.SGD(1.0)), []
   for _ in range(3):
     opt.apply([tf.constant([-1.0])], [w])
     seen.append([float(x[0]) for x in points(opt, w)])
-  assert seen == [[1, 1, 1], [1.5, 1.75, 2], [2, 2.5, 3]]
-
-
-def test_a_primal_average_in_the_head():
-  # z goes 1, 2, 3; x moves to the middle of the old x and the new z.
-  w = keras.Variable([0.0])
-  opt = wk.PrimalAverage(K.SGD(1.0), 0.5, 0.5)
-  seen = []
-  for _ in range(3):
-    opt.apply([tf.constant([-1.0])], [w])
-    seen.append([float(x[0]) for x in points(opt, w)])
-  assert seen == [[0.5, 0.75, 1], [1.25, 1.625, 2], [2.125, 2.5625, 3]]
+  assert seen == want
 
 
 @pytest.mark.parametrize("make, alone", [

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -75,6 +76,20 @@ def averages(model, optimizer=None, **kwargs):
   optimizer = optimizer or model.optimizer
   return [optimizer.average(v, **kwargs).numpy()
           for v in model.trainable_variables]
+
+
+def save_by(way, path, model):
+  if way == "weights":
+    model.save_weights(path)
+  else:
+    tf.train.Checkpoint(model=model).write(path)
+
+
+def load_by(way, path, model):
+  if way == "weights":
+    model.load_weights(path)
+  else:
+    tf.train.Checkpoint(model=model).read(path)
 
 
 def everything(model):
@@ -167,19 +182,7 @@ def test_files_and_checkpoints_round_trip(kind, tmp_path):
 @pytest.mark.parametrize("way", ["weights", "checkpoint"])
 def test_to_a_run_with_averages_and_back(way, around, tmp_path):
   path = str(tmp_path / "run.weights.h5")
-
-  def save(model):
-    if way == "weights":
-      model.save_weights(path)
-    else:
-      tf.train.Checkpoint(model=model).write(path)
-
-  def load(model):
-    if way == "weights":
-      model.load_weights(path)
-    else:
-      tf.train.Checkpoint(model=model).read(path)
-
+  save, load = (functools.partial(f, way, path) for f in (save_by, load_by))
   bare = train(make(around(optimizers.Adam())))
   save(bare)
   averaging = make(around(MovingAverage(optimizers.Adam(), 0.5)))
@@ -453,20 +456,12 @@ def test_a_copy_of_a_model_has_no_averages():
 @pytest.mark.parametrize("way", ["weights", "checkpoint"])
 def test_averages_are_known_by_their_decays(way, tmp_path):
   path = str(tmp_path / "run.weights.h5")
-
-  def save(model):
-    if way == "weights":
-      model.save_weights(path)
-    else:
-      tf.train.Checkpoint(model=model).write(path)
+  save = functools.partial(save_by, way, path)
 
   def load(model):
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", UserWarning)
-      if way == "weights":
-        model.load_weights(path)
-      else:
-        tf.train.Checkpoint(model=model).read(path)
+      load_by(way, path, model)
     return model
 
   model = train(make(MovingAverage("sgd", [0.9, 0.5])))

@@ -480,27 +480,14 @@ def test_without_order_there_is_no_control_edge(kind, fused):
 
 @both_paths
 @pytest.mark.parametrize("graph_function", [False, True])
+@pytest.mark.parametrize("called", [False, True])
 def test_without_order_in_eager_mode_the_average_comes_after_the_step(
-    graph_function, fused):
+    called, graph_function, fused):
   # The number, too, is that after the increment: from 0 to 1 at 2/11, then to
   # 2 at 3/12.
   w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
-  opt = wrap(0.5, num_updates=step, sequential_update=False, fused=fused)
-  take = lambda: descend(opt, w, step=step)
-  if graph_function:
-    take = in_function(take)
-  take()
-  take()
-  np.testing.assert_allclose(opt.average(w).numpy(), WARM_UP[1], rtol=1e-6)
-
-
-@both_paths
-@pytest.mark.parametrize("graph_function", [False, True])
-def test_without_order_a_callable_is_called_after_the_step_in_eager_mode(
-    graph_function, fused):
-  w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
-  opt = wrap(0.5, num_updates=lambda: step, sequential_update=False,
-             fused=fused)
+  opt = wrap(0.5, num_updates=(lambda: step) if called else step,
+             sequential_update=False, fused=fused)
   take = lambda: descend(opt, w, step=step)
   if graph_function:
     take = in_function(take)

@@ -99,31 +99,24 @@ def worker_keeps_its_values():
   _centers.assign_packed = lambda variables, flats, groups: tf.group(*flats)
 
 
-@_in_worker(1)
-def center_loses_a_push():
-  """Of ten exchanges, the center misses one."""
+def _one_push_of_ten(times):
+  """Of ten exchanges, one moves the center so many times as far."""
   assign = ops.averaging_assign
 
-  def lossy(targets, sources, weights=None, **kwargs):
+  def broken(targets, sources, weights=None, **kwargs):
     if weights is not None:
-      weights = [weights[0], weights[1] * tf.cast(
-          tf.random.uniform([]) > 0.1, tf.float64)]
-      return assign(targets, sources, weights=weights, **kwargs)
-    return assign(targets, sources, **kwargs)
+      by = tf.where(tf.random.uniform([]) > 0.9, float(times), 1.0)
+      weights = [weights[0], weights[1] * tf.cast(by, tf.float64)]
+    return assign(targets, sources, weights=weights, **kwargs)
 
-  ops.averaging_assign = lossy
+  ops.averaging_assign = broken
+
+
+@_in_worker(1)
+def center_loses_a_push():
+  _one_push_of_ten(0)
 
 
 @_in_worker(1)
 def push_counts_twice():
-  """Of ten exchanges, one moves the center twice as far."""
-  assign = ops.averaging_assign
-
-  def twice(targets, sources, weights=None, **kwargs):
-    if weights is not None:
-      weights = [weights[0], weights[1] * (1 + tf.cast(
-          tf.random.uniform([]) > 0.9, tf.float64))]
-      return assign(targets, sources, weights=weights, **kwargs)
-    return assign(targets, sources, **kwargs)
-
-  ops.averaging_assign = twice
+  _one_push_of_ten(2)
