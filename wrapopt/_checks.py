@@ -1,17 +1,15 @@
-"""Checks of arguments, for all classes."""
+"""Checks of arguments, for all classes.
+
+`wrapopt.checkpoints` uses them without TensorFlow: see `_tf`.
+"""
 
 import math
 import numbers
 import operator
 
 import numpy as np
-import tensorflow as tf
 
-from wrapopt import _native
-
-# The dtypes of averages, and those whose numbers are computed in float32.
-FLOATS = tuple(map(tf.as_dtype, _native.DTYPES))
-LOW_PRECISION = tuple(dtype for dtype in FLOATS if dtype.size < 4)
+from wrapopt._tf import tf
 
 
 def integer(subject, x, least=None):

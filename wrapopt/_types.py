@@ -1,4 +1,4 @@
-"""Types in the signatures of the public API."""
+"""Types in the signatures of the public API, and dtypes."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from typing import Optional, TypeAlias, Union
 
 import tensorflow as tf
+
+from wrapopt import _native
+
+# The dtypes of averages, and those whose numbers are computed in float32.
+FLOATS = tuple(map(tf.as_dtype, _native.DTYPES))
+LOW_PRECISION = tuple(dtype for dtype in FLOATS if dtype.size < 4)
 
 Operation: TypeAlias = tf.Operation
 Tensor: TypeAlias = tf.Tensor

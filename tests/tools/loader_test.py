@@ -1,5 +1,6 @@
 """`import wrapopt`: its errors, its effects, and their limits."""
 
+import importlib
 import json
 import os
 import shutil
@@ -116,9 +117,18 @@ def test_keras_is_there_as_for_users():
   assert "keras.src.optimizers" in sys.modules
 
 
-def test_no_tensorflow():
+@pytest.mark.parametrize("program", [
+    "wrapopt.MovingAverageOptimizer", "from wrapopt import PowerDecay, ops",
+    "from wrapopt import *", "wrapopt.checkpoints.SnapshotHook"])
+def test_no_tensorflow(program, tmp_path):
+  """The first name that needs it raises an error; checkpoints do not."""
+  for package in "numpy", "h5py", "ml_dtypes":
+    os.symlink(os.path.dirname(importlib.import_module(package).__file__),
+               tmp_path / package)
   # -S: without the folder that TensorFlow is installed in.
-  error = _last_line(run_python("-S", "-c", "import wrapopt"))
+  error = _last_line(run_python(
+      "-S", "-c", f"import wrapopt, wrapopt.checkpoints\n{program}",
+      pythonpath=[str(tmp_path)]))
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
       f"{MINOR}.*, but found none in /")
@@ -156,7 +166,7 @@ def test_several_libraries(tmp_path):
   process = run_python("-c", program, pythonpath=beside,
                        TF_USE_LEGACY_KERAS="1")
   assert process.stdout == f"{tree}/{LIBRARY}\n", process.stderr
-  error = _last_line(run_python("-S", "-c", "import wrapopt",
+  error = _last_line(run_python("-S", "-c", "import wrapopt; wrapopt.ops",
                                 pythonpath=[str(tmp_path)]))
   assert (f"was built for TensorFlow {_MAJOR}.9.*, {MINOR}.*, "
           f"{_MAJOR}.{_MINOR + 1}.*, but found none in") in error

@@ -6,6 +6,7 @@ from typing import Any, Optional, Union
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _widths
 from wrapopt import ops
 from wrapopt._types import Float, Integer
 
@@ -117,12 +118,7 @@ class PowerDecay(Shape):
       TypeError: If both or none are given, or the argument is not a number.
       ValueError: If the argument is out of range.
     """
-    if (relative_width is None) == (gamma is None):
-      raise TypeError(
-          "PowerDecay takes one of `relative_width` and `gamma`, got "
-          f"{relative_width!r} and {gamma!r}.")
-    self._gamma = (gamma_of(relative_width) if gamma is None else
-                   _checks.number("gamma", gamma, 0))
+    self._gamma = _widths.exponent(relative_width, gamma)
 
   @property
   def gamma(self) -> float:
@@ -132,7 +128,7 @@ class PowerDecay(Shape):
   @property
   def relative_width(self) -> float:
     """The standard deviation as a fraction of the run: a float."""
-    return relative_width_of(self._gamma)
+    return _widths.relative_width_of(self._gamma)
 
   def at(self, t: Union[Float, Integer]) -> tf.Tensor:
     """The decay of step t, which is at least 1: a float64 tensor."""
@@ -357,30 +353,3 @@ class HalfLife:
 
 
 Decay = Union[float, BEMA, HalfLife, PowerDecay]
-
-# The relative width of the uniform mean, whose gamma is 0.
-_WIDEST = 1 / math.sqrt(12)
-
-
-def relative_width_of(gamma):
-  """The relative width of the average with exponent `gamma`."""
-  # Nothing here overflows.
-  return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
-
-
-def gamma_of(relative_width):
-  """The exponent of the average with a relative width."""
-  width = _checks.number("relative_width", relative_width)
-  if width > _WIDEST * (1 + 1e-15):
-    raise ValueError("`relative_width` must be at most 1/sqrt(12), 0.288675, "
-                     f"got {width}.")
-  # Bisection, since the width falls as gamma rises. The width of the upper
-  # bound is less than `width`, since relative_width_of(gamma) < 1 / (gamma +
-  # 2).
-  low, high = 0.0, 1 / width
-  while low < (middle := (low + high) / 2) < high:
-    if relative_width_of(middle) > width:
-      low = middle
-    else:
-      high = middle
-  return 0.0 if width >= _WIDEST else high

@@ -5,7 +5,7 @@ import typing
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _checks
+from wrapopt import _types
 from wrapopt import ops
 
 
@@ -70,7 +70,7 @@ class Derived:
 
 def computed_in(dtype):
   """The dtype in which numbers of `dtype` are computed."""
-  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
+  return tf.float32 if dtype in _types.LOW_PRECISION else dtype
 
 
 tf.register_tensor_conversion_function(

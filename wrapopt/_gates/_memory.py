@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from wrapopt import _checks
+from wrapopt import _types
 from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._gates import _compensation
@@ -31,7 +31,7 @@ class Memory:
     facts = (self._cache.get(variables) if tf.executing_eagerly()
              else None)
     for v in variables if facts is None else ():
-      if v.dtype.base_dtype not in _checks.FLOATS:
+      if v.dtype.base_dtype not in _types.FLOATS:
         raise TypeError(
             f"A compensated variable must be of a floating dtype, got "
             f"'{v.name}' of {v.dtype.base_dtype.name}.")

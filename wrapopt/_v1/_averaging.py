@@ -9,6 +9,7 @@ from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _checks
 from wrapopt import _lookup_cache
+from wrapopt import _types
 from wrapopt._averages import _chosen
 from wrapopt._averages import _decays
 from wrapopt._averages import _in_place
@@ -265,7 +266,7 @@ class AveragingOptimizer(WrapperOptimizer):
       is_sparse: Whether its gradient is sparse.
     """
     dtype = variable.dtype.base_dtype
-    if dtype in _checks.LOW_PRECISION and self._shadow_dtype is not None:
+    if dtype in _types.LOW_PRECISION and self._shadow_dtype is not None:
       dtype = self._shadow_dtype
     if tf.executing_eagerly():
       if not variable.is_initialized():
@@ -485,8 +486,8 @@ class _SlotInPlace(RuntimeError, AttributeError):
 def _check_dtypes(variables):
   """Raises an error if a variable cannot be averaged."""
   for variable in variables:
-    if variable.dtype.base_dtype not in _checks.FLOATS:
-      names = [d.name for d in _checks.FLOATS]
+    if variable.dtype.base_dtype not in _types.FLOATS:
+      names = [d.name for d in _types.FLOATS]
       raise TypeError(
           f"An averaged variable must be of dtype "
           f"{', '.join(names[:-1])} or {names[-1]}, "

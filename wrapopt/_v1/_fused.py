@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training import optimizer as tf_optimizer
 
-from wrapopt import _checks
+from wrapopt import _types
 from wrapopt import _lookup_cache
 from wrapopt import _native
 from wrapopt import lazy_adam
@@ -176,7 +176,7 @@ def can_apply(opt, grads_and_vars):
     return False
   return (_cached(opt, variables) is not None or
           all(isinstance(v, tf.Variable) and v.constraint is None and
-              v.dtype.base_dtype in _checks.FLOATS for v in variables) and
+              v.dtype.base_dtype in _types.FLOATS for v in variables) and
           # A variable that is listed twice is updated twice.
           len({v.ref() for v in variables}) == len(variables))
 

@@ -16,15 +16,24 @@ The same as a command; `--help` lists its options:
 
 Inputs are checkpoints of TensorFlow (of `tf.compat.v1.train.Saver` and of
 `tf.train.Checkpoint`, named by their prefix), `.weights.h5`, `.weights.json`
-and `.keras` files of Keras, and other HDF5 files of variables. The output is a
-copy of the last input with averaged values, and loads in the same way. If the
-last input is a `.weights.json` file, which names the shards of the weights, the
-output is one `.weights.h5` file. A directory means all checkpoints in it,
-sorted by name, with numbers in names sorted by value.
+and `.keras` files of Keras, other HDF5 files of variables, and `.safetensors`
+files of Hugging Face and others, also in shards
+(`model.safetensors.index.json`). The output is a copy of the last input with
+averaged values, and loads in the same way. If the last input is a
+`.weights.json` file, which names the shards of the weights, the output is one
+`.weights.h5` file. A directory means all checkpoints in it, sorted by name,
+with numbers in names sorted by value; one with a `model.safetensors` or its
+index means that. Then the output may be the name of a new directory.
 
-The functions average all variables of dtype float16, bfloat16, float32 and
-float64. They sum in float64 and round once, to the variable's dtype in the last
-input. All other data are copied from the last input: integers (counts of
+TensorFlow is needed for its own checkpoints only: `pip install
+wrapopt[checkpoints]` installs what all others need.
+
+The functions average all variables of dtype float16, bfloat16, float32,
+float64, and float8. They sum in float64 and round once, to the variable's dtype
+in the last input. NaN is refused. So are quantized variables, which have
+scales, unless they are equal in all inputs. The output tells how it was made:
+in the metadata `wrapopt` of safetensors, in an attribute of HDF5 files, in a
+file beside a TensorFlow checkpoint that ends in `.made.json`. All other data are copied from the last input: integers (counts of
 steps), strings, and the state of optimizers (slots, learning rates and
 averages). An optimizer is recognized
 
@@ -92,31 +101,46 @@ checkpoint merging for LLM pre-training", ICLR 2026, arXiv 2507.17634.
 
 from collections.abc import Callable, Sequence
 import contextlib
+import math
 import numbers
 import os
+import re
 import tempfile
+import typing
 from typing import NamedTuple, Optional, Union
 
 from wrapopt import _checks
 from wrapopt import _extras
-from wrapopt._averages import _decay
+from wrapopt import _tf
+from wrapopt import _widths
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _profiles
 from wrapopt.checkpoints import _rate_decay
-from wrapopt.checkpoints._snapshots import SnapshotHook
 
-__all__ = ["SnapshotHook", "ema", "lawa", "merge", "posthoc", "sweep"]
+if typing.TYPE_CHECKING or _tf.is_there:
+  from wrapopt.checkpoints._snapshots import SnapshotHook
+else:
+  __getattr__ = _tf.refuse(__name__, ["SnapshotHook"])
+
+Plan = _merge.Plan
+
+__all__ = ["Plan", "SnapshotHook", "ema", "lawa", "merge", "posthoc", "sweep"]
 
 _Path = Union[str, bytes, os.PathLike]
 _Paths = Union[_Path, Sequence[_Path]]
+_Size = Union[int, str, None]
+_Confirm = Callable[[_merge.Plan], bool]
 
 
 def merge(inputs: _Paths, output: _Path,
           weights: Optional[Sequence[float]] = None, *,
           decay: Optional[str] = None, decay_steps: Optional[float] = None,
           steps: Optional[Sequence[float]] = None,
-          only: Optional[str] = None, progress: bool = False
+          base: Optional[_Path] = None, blend: Optional[float] = None,
+          only: Optional[str] = None, allow_nan: bool = False,
+          copy_rest: bool = False, max_shard_size: _Size = None,
+          confirm: Optional[_Confirm] = None, progress: bool = False
           ) -> Optional[_profiles.Fit]:
   """Writes the mean of checkpoints, or a weighted mean.
 
@@ -147,10 +171,26 @@ def merge(inputs: _Paths, output: _Path,
       input to the last.
     steps: The step of each input, if its name does not end with it. Those of
       snapshots are known.
+    base: With `blend`, the path of another checkpoint; by default the last
+      input.
+    blend: None, or a finite number `a`: the output is then
+      `(1 - a) base + a mean`, for example a blend of the last weights of a run
+      with the mean of its tail.
     only: A regular expression. If given, the floating-point variables in whose
       names it is found are averaged, and all others are copied from the last
       input. By default, all floating-point variables but the state of
       optimizers are averaged.
+    allow_nan: Whether values may be NaN.
+    copy_rest: For safetensors, whether to copy the other files in the folder of
+      the last input, such as the configuration and the tokenizer. Files of
+      weights and of the state of a training are left out.
+    max_shard_size: For safetensors, how large the shards of the output are at
+      most: a number of bytes, or a string such as "5GB" or "500MB" (powers of
+      1000). None for the shards of the last input.
+    confirm: None, or a function of a `Plan`, which is called before anything is
+      written: the weights of the inputs, what is averaged and copied, and how
+      many bytes are read, written and in memory. If it returns False, nothing
+      is written.
     progress: Whether to show a progress bar, which needs tqdm.
 
   Returns:
@@ -175,18 +215,39 @@ def merge(inputs: _Paths, output: _Path,
     raise ValueError(
         "`weights` must be None with `decay`, which computes them, got "
         f"{weights!r}.")
-  with _opened(inputs) as sources:
+  if blend is None and base is not None:
+    raise ValueError(f"`base` must be given with `blend`, got {base!r} alone.")
+  if blend is not None and not (
+      _checks.is_number(blend) and math.isfinite(blend)):
+    raise ValueError(f"`blend` must be a finite number, got {blend!r}.")
+  options = _options(only, allow_nan, copy_rest, max_shard_size, confirm,
+                     progress)
+  paths = _paths(inputs)
+  with _opened([*([] if base is None else _paths(base)), *paths]) as sources:
+    inputs = sources[-len(paths):]
     fitted = None if decay is None else _rate_decay.fit(
-        sources, decay, decay_steps, steps)
-    _merge.weighted(
-        sources, output,
-        _merge.checked_weights(weights, len(sources)) if fitted is None else
-        fitted.weights.tolist(), only, _bar(progress))
+        inputs, decay, decay_steps, steps)
+    scaled = (_merge.checked_weights(weights, len(inputs)) if fitted is None
+              else fitted.weights.tolist())
+    if blend is not None:
+      if len(sources) - len(paths) > 1:
+        raise ValueError("`base` must be the path of one checkpoint, got "
+                         f"{base!r}.")
+      scaled = [blend * weight for weight in scaled]
+      if base is None:
+        scaled[-1] += 1 - blend
+      else:
+        scaled = [1 - blend, *scaled]
+    _merge.weighted(sources, output, scaled, options, {
+        "by": "merge", "decay": decay, "decay_steps": decay_steps,
+        "blend": blend})
   return fitted
 
 
 def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
-        only: Optional[str] = None, progress: bool = False) -> None:
+        only: Optional[str] = None, allow_nan: bool = False,
+        copy_rest: bool = False, max_shard_size: _Size = None,
+        confirm: Optional[_Confirm] = None, progress: bool = False) -> None:
   """Writes the exponential moving average along checkpoints.
 
   It starts at the first input. Each of the others moves it:
@@ -199,23 +260,31 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
     inputs: As in `merge`, in the order of training.
     output: As in `merge`.
     decay: A number in [0, 1].
-    only: As in `merge`.
-    progress: As in `merge`.
+    only, allow_nan, copy_rest, max_shard_size, confirm, progress: As in
+      `merge`.
 
   Raises:
-    The same errors as `merge`.
+    The same errors as `merge`; also ValueError if the numbers at the ends of
+    the inputs' names do not rise.
   """
   if not _checks.is_number(decay) or not 0 <= decay <= 1:
     raise ValueError(f"`decay` must be a number in [0, 1], got {decay!r}.")
-  with _opened(inputs) as sources:
+  options = _options(only, allow_nan, copy_rest, max_shard_size, confirm,
+                     progress)
+  paths = _paths(inputs)
+  _rate_decay.check_order(paths)
+  with _opened(paths) as sources:
     n = len(sources)
     weights = [(1 - decay) * decay**(n - 1 - i) for i in range(n)]
     weights[0] = decay**(n - 1)
-    _merge.weighted(sources, output, weights, only, _bar(progress))
+    _merge.weighted(sources, output, weights, options,
+                    {"by": "ema", "decay": float(decay)})
 
 
 def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
-         only: Optional[str] = None, progress: bool = False) -> None:
+         only: Optional[str] = None, allow_nan: bool = False,
+         copy_rest: bool = False, max_shard_size: _Size = None,
+         confirm: Optional[_Confirm] = None, progress: bool = False) -> None:
   """Writes the mean of the latest checkpoints of a run.
 
   The statistics of batch normalizations in the output do not fit its weights.
@@ -227,24 +296,29 @@ def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
     output: As in `merge`.
     window: The number of checkpoints to average, an integer from 1 to the
       number of inputs.
-    only: As in `merge`.
-    progress: As in `merge`.
+    only, allow_nan, copy_rest, max_shard_size, confirm, progress: As in
+      `merge`.
 
   Raises:
-    The same errors as `merge`.
+    The same errors as `merge`; also ValueError if the numbers at the ends of
+    the inputs' names do not rise.
   """
   paths = _paths(inputs)
   if (isinstance(window, bool) or not isinstance(window, numbers.Integral) or
       not 1 <= window <= len(paths)):
     raise ValueError("`window` must be an integer from 1 to the number of "
                      f"inputs, {len(paths)}, got {window!r}.")
-  merge(paths[-window:], output, only=only, progress=progress)
+  _rate_decay.check_order(paths)
+  merge(paths[-window:], output, only=only, allow_nan=allow_nan,
+        copy_rest=copy_rest, max_shard_size=max_shard_size, confirm=confirm,
+        progress=progress)
 
 
 def posthoc(inputs: _Paths, output: _Path,
             relative_width: Optional[float] = None, *,
             gamma: Optional[float] = None, steps: Optional[float] = None,
-            only: Optional[str] = None, progress: bool = False
+            only: Optional[str] = None, allow_nan: bool = False,
+            confirm: Optional[_Confirm] = None, progress: bool = False
             ) -> _profiles.Fit:
   """Writes a power-function average that is computed from snapshots of others.
 
@@ -268,8 +342,7 @@ def posthoc(inputs: _Paths, output: _Path,
     gamma: Instead of `relative_width`, the exponent of the wanted average.
     steps: The number of steps of the wanted average; by default the largest
       number of a snapshot. Later snapshots are not used.
-    only: As in `merge`.
-    progress: As in `merge`.
+    only, allow_nan, confirm, progress: As in `merge`.
 
   Returns:
     A NamedTuple: `weights`, one for each snapshot that is used, in the order of
@@ -280,7 +353,7 @@ def posthoc(inputs: _Paths, output: _Path,
     The same errors as `merge`; also ValueError if an input is not a snapshot of
     a `PowerDecay`.
   """
-  wanted = _decay.PowerDecay(relative_width, gamma=gamma)
+  wanted = _widths.exponent(relative_width, gamma)
   with _opened(inputs) as sources:
     for source in sources:
       if not source.note or source.note["gamma"] is None:
@@ -303,9 +376,11 @@ def posthoc(inputs: _Paths, output: _Path,
                        f"snapshot, got {steps!r}.")
     fitted = _profiles.fit(
         [_profiles.Profile(s.note["gamma"], s.note["steps"]) for s in sources],
-        _profiles.Profile(wanted.gamma, steps))
-    _merge.weighted(sources, output, fitted.weights.tolist(), only,
-                    _bar(progress))
+        _profiles.Profile(wanted, steps))
+    _merge.weighted(
+        sources, output, fitted.weights.tolist(),
+        _options(only, allow_nan, False, None, confirm, progress),
+        {"by": "posthoc", "gamma": wanted, "steps": steps})
   return fitted
 
 
@@ -348,7 +423,7 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
   # Check all arguments before the first width is evaluated.
   relative_widths = _checks.sequence("relative_widths", relative_widths)
   for width in relative_widths:
-    _decay.PowerDecay(width)
+    _widths.gamma_of(width)
   if not callable(evaluate):
     raise TypeError("`evaluate` must be a function of a path, got "
                     f"{evaluate!r}.")
@@ -388,5 +463,20 @@ def _opened(inputs):
            for path in _paths(inputs)]
 
 
-def _bar(progress):
-  return _extras.load("tqdm").tqdm if progress else None
+def _options(only, allow_nan, copy_rest, max_shard_size, confirm, progress):
+  """The Options of a merge."""
+  size = max_shard_size
+  if isinstance(size, str):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?B)", size.strip().upper())
+    size = match and int(float(match[1]) * 1000**(
+        ["B", "KB", "MB", "GB", "TB"].index(match[2])))
+  if size is not None or max_shard_size is not None:
+    if not (isinstance(size, numbers.Integral) and size > 0) or isinstance(
+        size, bool):
+      raise ValueError(
+          "`max_shard_size` must be a number of bytes greater than 0, or a "
+          f"string such as '5GB', got {max_shard_size!r}.")
+  return _merge.Options(
+      only, _checks.boolean("allow_nan", allow_nan),
+      _checks.boolean("copy_rest", copy_rest), size, confirm,
+      _extras.load("tqdm").tqdm if progress else None)

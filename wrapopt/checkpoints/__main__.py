@@ -7,10 +7,15 @@
   posthoc   the average of any width, from the snapshots of a run
   list      the kind and the contents of checkpoints
 
-A checkpoint is a .weights.h5, .weights.json or .keras file of Keras, or the
-prefix of a TensorFlow checkpoint, which is the part before ".index" in the
-names of its files. A directory means all checkpoints in it, sorted by name,
-with numbers in names sorted by value.
+A checkpoint is a .weights.h5, .weights.json or .keras file of Keras, a
+.safetensors file or the .safetensors.index.json of its shards, or the prefix of
+a TensorFlow checkpoint, which is the part before ".index" in the names of its
+files. A directory means all checkpoints in it, sorted by name, with numbers in
+names sorted by value; one with a model.safetensors or its index means that.
+TensorFlow is needed for its own checkpoints only.
+
+Before it writes, a command prints the weights of the inputs, and how many bytes
+it will read, write and hold in memory. With --dry-run it ends there.
 
 The output is a copy of the last input with averaged variables, and loads in the
 same way. It appears once it is complete. Integers (counts of steps), strings
@@ -33,6 +38,8 @@ Examples:
       --weights 0.3 0.7 --output run/mean
   python -m wrapopt.checkpoints merge run --decay 1-sqrt --output run/decayed
   python -m wrapopt.checkpoints lawa run --window 5 --output averaged/model
+  python -m wrapopt.checkpoints merge run/checkpoint-800 run/checkpoint-900 \\
+      --output run/merged --copy-rest
   python -m wrapopt.checkpoints posthoc run/snapshots --relative-width 0.08 \\
       --output width.weights.h5
   python -m wrapopt.checkpoints posthoc run/snapshots \\
@@ -42,7 +49,7 @@ Examples:
 import argparse
 import collections
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -71,6 +78,12 @@ def main(argv=None):
       "--weights", type=float, nargs="+", metavar="W",
       help="a number for each input; they are divided by their sum. Default: "
       "the mean")
+  command.add_argument(
+      "--blend", type=float, metavar="A",
+      help="write (1 - A) BASE + A mean")
+  command.add_argument(
+      "--base", metavar="BASE",
+      help="the checkpoint to blend with. Default: the last input")
   command.add_argument(
       "--decay", choices=_rate_decay.SHAPES,
       help="the weights that make checkpoints of a constant learning rate into "
@@ -126,7 +139,7 @@ def main(argv=None):
   options = parser.parse_args(argv)
   try:
     options.run(options, parser)
-  except (OSError, ValueError) as e:
+  except (OSError, ValueError, ImportError) as e:
     sys.exit(f"{parser.prog}: error: {e}")
 
 
@@ -147,13 +160,49 @@ def _add(commands, name, run, function):
   command.add_argument("--verbose", action="store_true",
                        help="list the variables, averaged and copied")
   command.add_argument("--quiet", action="store_true",
-                       help="show no progress bar")
+                       help="show no progress bar, which a terminal gets")
+  command.add_argument("--dry-run", action="store_true",
+                       help="print what would be done, and write nothing")
+  command.add_argument("--allow-nan", action="store_true",
+                       help="average values that are NaN, too")
+  if function is not checkpoints.posthoc:
+    command.add_argument(
+        "--copy-rest", action="store_true",
+        help="for safetensors: also copy the other files in the folder of the "
+        "last input, such as the configuration and the tokenizer")
+    command.add_argument(
+        "--max-shard-size", metavar="SIZE",
+        help="for safetensors: the largest size of a file, such as 5GB. "
+        "Default: the shards of the last input")
   command.set_defaults(run=run)
   return command
 
 
 def _common(options):
-  return {"only": options.only, "progress": not options.quiet}
+  """Arguments of the function of a command."""
+  return {"only": options.only, "allow_nan": options.allow_nan,
+          "progress": not options.quiet and sys.stderr.isatty() and
+                      importlib.util.find_spec("tqdm") is not None,
+          **{name: getattr(options, name)
+             for name in ("copy_rest", "max_shard_size")
+             if hasattr(options, name)}}
+
+
+def _print_plan(plan):
+  for path, weight in plan.inputs:
+    print(f"  {weight:10.6f}  {path}")
+  print(f"  averaged: {len(plan.averaged)} variables; copied from the last "
+        f"input: {len(plan.copied)}\n"
+        f"  reads {_size(plan.read_bytes)}, writes "
+        f"{_size(plan.written_bytes)}, holds {_size(plan.peak_bytes)} of "
+        "values in memory", flush=True)
+
+
+def _size(nbytes):
+  for unit in "bytes", "KB", "MB", "GB":
+    if nbytes < 1000 or unit == "GB":
+      return f"{nbytes:.3g} {unit}" if unit != "GB" else f"{nbytes:.2f} GB"
+    nbytes /= 1000
 
 
 def _paths(options):
@@ -194,11 +243,20 @@ def _write(options, of, function, *args, **kwargs):
     *args: Its arguments after the inputs and the output.
     **kwargs: Its keyword arguments.
   """
+  def confirm(plan):
+    _print_plan(plan)
+    return not options.dry_run
+
   paths = _paths(options)  # Before the output is in one of the directories.
-  result = function(paths, options.output, *args, **kwargs, **_common(options))
+  result = function(paths, options.output, *args, confirm=confirm, **kwargs,
+                    **_common(options))
+  if options.dry_run:
+    print(f"nothing was written to {options.output}: {of(result)}")
+    return
   print(f"{options.output}: {of(result)}")
-  _report(options, paths[-1], "Load the output into the model, then call "
-          "wrapopt.keras.recalibrate_batch_norm(model, dataset).")
+  _report(options, paths[-1], "Load the output into the model, then compute "
+          "them again: wrapopt.keras.recalibrate_batch_norm(model, dataset) or "
+          "torch.optim.swa_utils.update_bn(loader, model).")
 
 
 def _run_merge(options, parser):
@@ -207,7 +265,7 @@ def _run_merge(options, parser):
       f"of {np.count_nonzero(fitted.weights)} of {len(fitted.weights)} inputs, "
       f"error of the decay {fitted.error:.2%}"), checkpoints.merge,
          options.weights, decay=options.decay, decay_steps=options.decay_steps,
-         steps=options.steps)
+         steps=options.steps, base=options.base, blend=options.blend)
 
 
 def _run_ema(options, parser):
@@ -253,7 +311,7 @@ def _run_sweep(options, parser):
   try:
     widths = checkpoints.sweep(
         paths, evaluate, options.sweep or _WIDTHS, steps=options.steps,
-        **_common(options))
+        only=options.only, progress=_common(options)["progress"])
   except BaseException:
     _files.remove_empty(made)
     raise

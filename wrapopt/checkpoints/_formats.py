@@ -1,9 +1,9 @@
 """The formats of checkpoints, found by the names of files.
 
 The formats are those of TensorFlow (a Saver and `tf.train.Checkpoint` use the
-same one) and of Keras (`.weights.h5`, `.weights.json` with its shards,
-`.keras`, and any other HDF5 file of variables). A snapshot is such a checkpoint
-with a note that describes its averages.
+same one), of Keras (`.weights.h5`, `.weights.json` with its shards, `.keras`,
+and any other HDF5 file of variables) and of safetensors. A snapshot is a
+checkpoint of one of the first two with a note that describes its averages.
 
 The file of a format holds two classes: a Source reads a checkpoint and says how
 its files are named, and a Sink writes one. A new format needs one such file and
@@ -16,6 +16,7 @@ import re
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _h5
 from wrapopt.checkpoints import _keras
+from wrapopt.checkpoints import _safetensors
 from wrapopt.checkpoints import _sharded
 from wrapopt.checkpoints import _tensorflow
 
@@ -24,6 +25,7 @@ FORMATS = (
     _keras.KerasSource,
     _h5.H5Source,
     _sharded.ShardedSource,
+    _safetensors.SafetensorsSource,
     _tensorflow.TensorFlowSource,  # The last: it owns all other names.
 )
 
@@ -84,6 +86,8 @@ def expand(path):
            if not name.startswith(".") and name.endswith(_endings())}
   for name in [*names]:
     names.difference_update(format_of(name).parts(os.path.join(path, name)))
+  for known in FORMATS:
+    names = {*known.main_of(names)} or names
   found = {os.path.join(path, format_of(name).path_of(name)) for name in names}
   if not found:
     raise FileNotFoundError(f"There is no checkpoint in the directory {path}.")
@@ -95,6 +99,42 @@ def expand(path):
 def _endings():
   """The `endings` of all formats."""
   return tuple(ending for known in FORMATS for ending in known.endings)
+
+
+def output_of(path, like, max_shard_bytes):
+  """The path of the main file of an output.
+
+  Args:
+    path: The argument `output` of `wrapopt.checkpoints.merge`.
+    like: A Source.
+    max_shard_bytes: As there.
+  """
+  known = format_of(like.path).output()
+  if path.endswith(_endings()) and not known.owns(path):
+    return path  # `check_output` refuses it.
+  file = known.file_in(path, like, max_shard_bytes)
+  if file != path and os.path.lexists(path) and not (
+      os.path.isdir(path) and not os.listdir(path)):
+    raise FileExistsError(f"The output {path} must be a new directory, got one "
+                          "that has files. Choose another output.")
+  return file
+
+
+# Files of weights, and of the state of a training, in the folder of a model.
+_OF_TRAINING = re.compile(
+    r"\..*|.*\.(safetensors|index\.json|bin|pt|pth|h5|keras|ckpt|msgpack|gguf|"
+    r"onnx)|(trainer|optimizer|scheduler|scaler|rng)_?state.*")
+
+
+def rest_of(source):
+  """The paths of files beside a checkpoint that belong to its model."""
+  if not isinstance(source, _safetensors.SafetensorsSource):
+    raise ValueError("`copy_rest` must be False but for models in folders of "
+                     f"their own, as in safetensors, got {source.path}.")
+  folder = os.path.dirname(os.path.abspath(source.path))
+  return [os.path.join(folder, name) for name in sorted(os.listdir(folder))
+          if not _OF_TRAINING.fullmatch(name) and os.path.isfile(
+              os.path.join(folder, name))]
 
 
 def check_output(path, like):

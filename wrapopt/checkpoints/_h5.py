@@ -61,7 +61,7 @@ class _Drain(io.FileIO):
 class H5Sink(_sink.Sink):
   """Writes an HDF5 file of variables."""
 
-  def __init__(self, path, note=None, like=None):
+  def __init__(self, path, note=None, like=None, made=None):
     """Makes the file.
 
     Args:
@@ -69,6 +69,7 @@ class H5Sink(_sink.Sink):
       note: The note of a snapshot, a dict, or None.
       like: A Source, or another object with its `trees` and `datasets`, whose
         groups, links and attributes are copied. None for none.
+      made: As in `_sink.Sink`.
     """
     super().__init__(path)
     self._name = os.path.join(self._directory, os.path.basename(path))
@@ -85,6 +86,8 @@ class H5Sink(_sink.Sink):
           _trees.copy_structure(tree, self._file)
         if note is not None:
           self._file[_source.NOTE] = json.dumps(note)
+        if made is not None:
+          self._file.attrs[_source.MADE] = made
     except BaseException:
       self.discard()
       raise

@@ -16,8 +16,8 @@ _WEIGHTS = "model.weights.h5"  # In a .keras file.
 class KerasSink(_h5.H5Sink):
   """Writes a copy of a Keras model with other variables."""
 
-  def __init__(self, path, note=None, like=None):
-    super().__init__(path, note, like)
+  def __init__(self, path, note=None, like=None, made=None):
+    super().__init__(path, note, like, made)
     self._model = like
 
   def _finish(self):

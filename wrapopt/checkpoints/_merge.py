@@ -2,13 +2,16 @@
 
 import concurrent.futures
 import contextlib
+import json
 import math
 import os
 import re
+import typing
 
 import numpy as np
 
 from wrapopt import _checks
+from wrapopt import version
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _source
@@ -16,44 +19,137 @@ from wrapopt.checkpoints import _source
 # The number of elements that are added at once.
 _BLOCK = 1 << 15
 
+# The number of differences that an error lists.
+_MOST = 20
 
-def weighted(inputs, output, weights, only=None, progress=None):
+
+class Plan(typing.NamedTuple):
+  """What a weighted sum of checkpoints is going to read and write.
+
+  Attributes:
+    inputs: [(path, weight)] of the checkpoints.
+    averaged: The names of the variables to average, sorted.
+    copied: {name of another variable: why it is copied from the last input}.
+    read_bytes: How many bytes are read.
+    written_bytes: How many bytes the values of the output have.
+    peak_bytes: How many bytes the values in memory have at most.
+  """
+  inputs: list[tuple[str, float]]
+  averaged: list[str]
+  copied: dict[str, str]
+  read_bytes: int
+  written_bytes: int
+  peak_bytes: int
+
+
+class Options(typing.NamedTuple):
+  """How a weighted sum is written: arguments of `wrapopt.checkpoints.merge`.
+
+  Attributes:
+    only: A regular expression, or None.
+    allow_nan: Whether values may be NaN.
+    copy_rest: Whether other files beside the last input are copied.
+    max_shard_bytes: The size of shards, or None.
+    confirm: A function of a Plan that returns whether to go on, or None.
+    progress: A function that makes a progress bar from tqdm's arguments, or
+      None.
+  """
+  only: typing.Optional[str] = None
+  allow_nan: bool = False
+  copy_rest: bool = False
+  max_shard_bytes: typing.Optional[int] = None
+  confirm: typing.Any = None
+  progress: typing.Any = None
+
+
+def weighted(inputs, output, weights, options=Options(), made=None):
   """Writes a weighted sum of checkpoints.
 
   Args:
     inputs: Sources.
     output: The argument `output` of `wrapopt.checkpoints.merge`.
     weights: A number for each input.
-    only: A regular expression, or None: see `wrapopt.checkpoints.merge`.
-    progress: A function that makes a progress bar from tqdm's arguments, or
-      None.
+    options: Options.
+    made: {name: value} of what else the output says of how it was made.
+
+  Returns:
+    Whether it was written.
 
   Raises:
     The same errors as `wrapopt.checkpoints.merge`.
   """
-  last, output = inputs[-1], _files.path("output", output)
+  last = inputs[-1]
+  output = _formats.output_of(_files.path("output", output), last,
+                              options.max_shard_bytes)
   _formats.check_output(output, last)
-  names = check(inputs, only)
+  names = check(inputs, options.only)
+  rest = _formats.rest_of(last) if options.copy_rest else []
   # Inputs of weight 0 are not read.
   summed = [(s, weight) for s, weight in zip(inputs, weights) if weight != 0]
+  if options.confirm and not options.confirm(
+      _plan(inputs, weights, summed, names, options.only)):
+    return False
   for source in {last, *(s for s, _ in summed)}:
     with _files.naming(source.path, "cannot be read"):
       source.verify()
   with contextlib.ExitStack() as stack:
     # Errors of what is read, and of the output, name their files already.
     with _files.naming(last.path, "cannot be copied"):
-      sink = last.output().Sink(output, like=last)
+      sink = last.output().Sink(
+          output, like=last, made=_made(inputs, weights, options, made),
+          **({} if options.max_shard_bytes is None else {
+              "max_shard_bytes": options.max_shard_bytes}))
       stack.callback(sink.discard)
-      bar = stack.enter_context(progress(
+      bar = stack.enter_context(options.progress(
           total=sum(s.specs[name].nbytes for s, _ in summed for name in names),
           unit="B", unit_scale=True, desc=os.path.basename(output)
-      )) if progress else None
+      )) if options.progress else None
       for name, value in stack.enter_context(
           contextlib.closing(_sums(summed, names, bar))):
+        if not options.allow_nan and np.isnan(value).any():
+          raise _is_nan(name, summed)
         sink.write(name, _rounded(value, last.dtype(name)))
       for name in sorted(last.specs.keys() - {*names}):
         sink.copy(last, name)
+      sink.add(rest)
     sink.publish(lambda: [s.check_unchanged() for s in inputs])
+  return True
+
+
+def _plan(inputs, weights, summed, names, only):
+  """The Plan of a weighted sum: see `weighted`."""
+  last = inputs[-1]
+  copied = {name: why_not(last, name, only)
+            for name in last.specs if name not in {*names}}
+  of_copied = sum(last.specs[name].nbytes for name in copied)
+  # The sum, the value that is added, and the next one; or the rounded sum.
+  peak = max((spec.size * 8 + 2 * max(s.specs[name].nbytes for s, _ in summed)
+              for name, spec in last.specs.items() if name not in copied),
+             default=0)
+  return Plan(
+      [(s.path, float(weight)) for s, weight in zip(inputs, weights)], names,
+      copied, of_copied + sum(
+          s.specs[name].nbytes for s, _ in summed for name in names),
+      of_copied + sum(last.specs[name].size * last.dtype(name).itemsize
+                      for name in names), peak)
+
+
+def _made(inputs, weights, options, made):
+  """What the output says of how it was made: JSON."""
+  return json.dumps({
+      **(made or {}), "version": version.__version__,
+      "inputs": [s.path for s in inputs], "weights": list(map(float, weights)),
+      "only": options.only})
+
+
+def _is_nan(name, summed):
+  """The error that a variable has the value NaN."""
+  of = [s.path for s, _ in summed if np.isnan(s.read(name)).any()]
+  return ValueError(
+      f"Variable '{name}' must have no NaN, got some in "
+      f"{of[0] if of else 'the sum of infinite values'}. Leave "
+      f"{'this input' if of else 'inputs with these'} out, or allow it: "
+      "`allow_nan=True`, --allow-nan.")
 
 
 def _sums(summed, names, bar):
@@ -90,16 +186,29 @@ def _add(total, value, weight):
 
 def _rounded(value, dtype):
   """Rounds float64 numbers once, to nearest even."""
+  rounded = np.empty(value.shape, dtype)
+  flat, of = rounded.reshape(-1), value.reshape(-1)
   with np.errstate(over="ignore", invalid="ignore"):
-    if dtype != _source.BFLOAT16:
-      return value.astype(dtype)
-    # NumPy's bfloat16 is rounded from float32. So the first of two roundings is
-    # to odd: it keeps that a number is not exact.
-    near = value.astype(np.float32)
-    other = np.nextafter(near, np.where(
-        value > near, np.float32(np.inf), np.float32(-np.inf)))
-    is_even = near.view(np.uint32) % 2 == 0
-    return np.where(is_even & (near != value), other, near).astype(dtype)
+    for begin in range(0, of.size, _BLOCK):
+      block = of[begin:begin + _BLOCK]
+      if dtype.type.__module__ != "numpy":
+        block = _to_odd(block)
+      flat[begin:begin + _BLOCK] = block.astype(dtype)
+  return rounded
+
+
+def _to_odd(value):
+  """Rounds float64 numbers to float32, those between two to the odd one.
+
+  The dtypes of ml_dtypes are rounded from float32. The last bit keeps that a
+  number was not exact, so that the second rounding is right.
+  """
+  near = value.astype(np.float32)
+  bits = near.view(np.uint32)
+  wide = near.astype(np.float64)
+  bits -= np.abs(wide) > np.abs(value)
+  bits |= wide != value
+  return near
 
 
 def averaged(source, only=None):
@@ -107,7 +216,7 @@ def averaged(source, only=None):
 
   Args:
     source: A Source.
-    only: As in `weighted`.
+    only: As in `Options`.
 
   Returns:
     A list, sorted.
@@ -128,7 +237,7 @@ def check(inputs, only=None):
 
   Args:
     inputs: Sources.
-    only: As in `weighted`.
+    only: As in `Options`.
 
   Returns:
     A sorted list of names.
@@ -139,44 +248,56 @@ def check(inputs, only=None):
   """
   last = inputs[-1]
   names = averaged(last, only)
-  known = set(names)
   if not names:
     raise ValueError(
         f"{last.path} must have floating-point variables to average" +
         (f" that match '{only}'" if only is not None else "") +
         f", got {_few(sorted(last.specs))}.")
-  for source in inputs[:-1]:
-    for name in names:
-      spec, expected = source.specs.get(name), last.specs[name]
-      if spec is None:
+  found = [text for source in inputs[:-1]
+           for text in _differences(source, last, names, only)]
+  if found:
+    raise ValueError("\n".join([*found[:_MOST], *(
+        [f"{len(found) - _MOST} more differences"] if found[_MOST:] else [])]))
+  for name, scale in last.quantized(names).items() if only is None else ():
+    for source in inputs[:-1]:
+      if not np.array_equal(source.read(name).view(np.uint8),
+                            last.read(name).view(np.uint8)):
         raise ValueError(
-            f"{source.path} must have the variable '{name}', which {last.path} "
-            f"has, got {_few(sorted(source.specs))}. All inputs must be of one "
-            "model.")
-      if spec.shape != expected.shape:
-        raise ValueError(
-            f"Variable '{name}' of {source.path} misshapen: got "
-            f"{list(spec.shape)} but expected {list(expected.shape)} (its "
-            f"shape in {last.path}).")
-      if spec.dtype not in _source.FLOATS:
-        raise ValueError(
-            f"Variable '{name}' of {source.path} must be of dtype "
-            f"{', '.join(map(str, _source.FLOATS))}, as in {last.path}, got "
-            f"{spec.dtype}.")
-    of_source = averaged(source, only)
-    for name in of_source:
-      if name in last.specs and name not in known:
-        raise ValueError(
-            f"Variable '{name}' must be averaged in all inputs or in none, got "
-            f"one of dtype {source.specs[name].dtype} in {source.path} and "
-            f"one {why_not(last, name)} in {last.path}. All inputs must be of "
-            "one model.")
-    more = [name for name in of_source if name not in last.specs]
-    if more:
-      raise ValueError(
-          f"{source.path} must not have variables that {last.path} lacks, got "
-          f"{_few(more)}. All inputs must be of one model.")
+            f"The quantized variable '{name}', with the scale '{scale}', must "
+            "be equal in all inputs, since no mean of quantized numbers is "
+            f"that of the weights, got others in {source.path} than in "
+            f"{last.path}. Merge checkpoints from before the quantization, or "
+            "choose the variables to average: `only`, --only.")
   return names
+
+
+def _differences(source, last, names, only):
+  """Yields why a checkpoint is not of the model of the last one."""
+  for name in names:
+    spec, expected = source.specs.get(name), last.specs[name]
+    if spec is None:
+      yield (f"{source.path} must have the variable '{name}', which "
+             f"{last.path} has, got {_few(sorted(source.specs))}. All inputs "
+             "must be of one model.")
+    elif spec.shape != expected.shape:
+      yield (f"Variable '{name}' of {source.path} misshapen: got "
+             f"{list(spec.shape)} but expected {list(expected.shape)} (its "
+             f"shape in {last.path}).")
+    elif spec.dtype not in _source.FLOATS:
+      yield (f"Variable '{name}' of {source.path} must be of dtype "
+             f"{', '.join(map(str, _source.WIDE_FLOATS))} or float8, as in "
+             f"{last.path}, got {spec.dtype}.")
+  of_source, known = averaged(source, only), set(names)
+  for name in of_source:
+    if name in last.specs and name not in known:
+      yield (f"Variable '{name}' must be averaged in all inputs or in none, "
+             f"got one of dtype {source.specs[name].dtype} in {source.path} "
+             f"and one {why_not(last, name)} in {last.path}. All inputs must "
+             "be of one model.")
+  more = [name for name in of_source if name not in last.specs]
+  if more:
+    yield (f"{source.path} must not have variables that {last.path} lacks, got "
+           f"{_few(more)}. All inputs must be of one model.")
 
 
 def why_not(source, name, only=None):
@@ -185,7 +306,7 @@ def why_not(source, name, only=None):
   Args:
     source: A Source.
     name: The name of the variable.
-    only: As in `weighted`.
+    only: As in `Options`.
 
   Returns:
     A string, such as "in the state of an optimizer".

@@ -94,16 +94,40 @@ def _steps(sources, steps, are_averages):
 
 
 def _step_of_name(path):
-  """The number at the end of a checkpoint's name, before its endings."""
-  name = re.sub(r"(\.[A-Za-z]\w*)+$", "", os.path.basename(path))
-  # Not the decimals of a number, as of a loss.
-  found = re.search(r"(?<!\d)(?<!\d\.)(\d+)$", name)
-  if found is None:
+  """The number at the end of a checkpoint's name, before its endings.
+
+  Or that of its folder, as in 'checkpoint-1000/model.safetensors'.
+  """
+  step = _number_of(path)
+  if step is None:
     raise ValueError(
         f"{path} must have a name that ends with its step, such as "
         "'model-1000', 'model.ckpt-1000' or 'model-1000.weights.h5', got none. "
         "Pass `steps`.")
-  return int(found[1])
+  return step
+
+
+def _number_of(path):
+  folder, name = os.path.split(os.path.abspath(path))
+  for text in name, os.path.basename(folder):
+    found = re.search(r"(?<!\d)(?<!\d\.)(\d+)$",
+                      re.sub(r"(\.[A-Za-z]\w*)+$", "", text))
+    if found is not None:
+      return int(found[1])
+    if not name.startswith("model.safetensors"):
+      break
+  return None
+
+
+def check_order(paths):
+  """Raises a ValueError if the numbers at the ends of names do not rise."""
+  steps = [_number_of(path) for path in paths]
+  for i in range(len(steps) - 1):
+    if None not in steps and steps[i] > steps[i + 1]:
+      raise ValueError(
+          f"The inputs must be in the order of training, got {paths[i]} before "
+          f"{paths[i + 1]}. Pass their directory, or sort them by number (`ls "
+          "-v`).")
 
 
 def of_weights(steps, shape, decay_steps):

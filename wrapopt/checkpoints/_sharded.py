@@ -3,7 +3,6 @@
 They are only read.
 """
 
-import json
 import os
 
 from wrapopt.checkpoints import _files
@@ -57,24 +56,8 @@ class ShardedSource(_h5.H5Source):
 
 
 def _shards_of(path):
-  """The names of the HDF5 files of sharded weights.
-
-  Args:
-    path: The path of their JSON file.
-
-  Returns:
-    A sorted list.
-
-  Raises:
-    ValueError: If the file has other contents.
-  """
-  try:
-    with open(path, encoding="utf-8") as file:
-      weight_map = json.load(file)["weight_map"]
-    return sorted({name for names in weight_map.values() for name in (
-        [names] if isinstance(names, str) else names)})
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    raise ValueError(
-        f"{path} must be a JSON file with a 'weight_map', as "
-        "model.save_weights writes it for sharded weights, got other contents: "
-        f"{type(e).__name__}: {e}. Save the weights again.") from e
+  """The names of the HDF5 files of sharded weights: a sorted list."""
+  found = _source.weight_map(
+      path, "model.save_weights writes it for sharded weights")
+  return sorted({name for names in found.values() for name in (
+      [names] if isinstance(names, str) else names)})

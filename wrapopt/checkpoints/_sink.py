@@ -23,16 +23,18 @@ class Sink:
     path: Its path.
   """
 
-  def __init__(self, path, note=None, like=None):
+  def __init__(self, path, note=None, like=None, made=None):
     """Makes the directory.
 
     Args:
       path: The path of the checkpoint.
       note: The note of a snapshot, a dict, or None.
       like: A Source of the same format whose structure is copied, or None.
+      made: What it says of how it was made, a text, or None.
     """
-    del note, like
+    del note, like, made
     self.path = path
+    self._others = []
     self._parent = os.path.dirname(os.path.abspath(path))
     prefix = os.path.basename(path) + "."
     with self._writing():
@@ -58,6 +60,17 @@ class Sink:
     """Copies a variable of a Source of the same format."""
     raise NotImplementedError
 
+  def add(self, paths):
+    """Copies other files, which appear beside the checkpoint, before it."""
+    for path in paths:
+      name = os.path.basename(path)
+      self._others.append(os.path.join(self._directory, name))
+      with _files.naming(path, "cannot be copied"):
+        if os.path.lexists(os.path.join(self._parent, name)):
+          raise FileExistsError(f"{name} exists beside {self.path}. Remove it, "
+                                "or choose another output")
+        shutil.copyfile(path, self._others[-1])
+
   def publish(self, check=None):
     """Makes the complete checkpoint appear; replaces one of the same name.
 
@@ -66,7 +79,7 @@ class Sink:
         the checkpoint does not appear.
     """
     with self._writing():
-      files = self._finish()
+      files = [*self._others, *self._finish()]
       for file in files:
         _files.to_disk(file)
     if check is not None:

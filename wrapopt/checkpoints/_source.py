@@ -14,10 +14,16 @@ from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = tuple(map(np.dtype, _native.DTYPES))
+WIDE_FLOATS = tuple(map(np.dtype, _native.DTYPES))
+FLOATS = (*WIDE_FLOATS, *map(np.dtype, (
+    ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz,
+    ml_dtypes.float8_e5m2fnuz)))
 
 # The variable that holds the note of a snapshot, a string.
 NOTE = "wrapopt/snapshot"
+
+# The name of what the metadata of a file say of how it was made.
+MADE = "wrapopt"
 
 # The types of its values.
 _OF_NOTE = {"step": int, "steps": (int, float, type(None)), "decay": str,
@@ -116,6 +122,34 @@ class Source:
     return []
 
   @classmethod
+  def file_in(cls, directory, like, max_shard_bytes):
+    """The path of an output in a new directory; `directory` if it is that.
+
+    Args:
+      directory: The path of the output.
+      like: The last input.
+      max_shard_bytes: As in `wrapopt.checkpoints.merge`.
+    """
+    if max_shard_bytes is not None:
+      raise ValueError(f"`max_shard_size` must be None for {cls.kind} files, "
+                       f"which have no shards, got {max_shard_bytes} bytes.")
+    del like
+    return directory
+
+  @classmethod
+  def main_of(cls, names):
+    """The names of files that are the checkpoint of a directory.
+
+    Args:
+      names: Those of all main files there.
+
+    Returns:
+      A list. If it is empty, all are checkpoints.
+    """
+    del names
+    return []
+
+  @classmethod
   def output(cls):
     """The format of an output whose last input has this format."""
     return cls
@@ -154,6 +188,39 @@ class Source:
     """Names of variables that are statistics of batch normalizations."""
     return sorted(name for name in self.specs
                   if re.search("moving_(mean|variance)", name))
+
+  def quantized(self, names):
+    """Variables of integers or float8 whose scale may be averaged.
+
+    Args:
+      names: Those of the variables that are averaged.
+
+    Returns:
+      {name of the variable: name of the scale}.
+    """
+    scales, numbered = {}, {}
+    for name in names:
+      layer, own = self._split(name)
+      if "scale" in own:
+        scales[layer] = name
+      elif own.isdigit():  # As in files of Keras.
+        numbered[layer] = name
+    found = {}
+    for name, spec in self.specs.items():
+      layer, _ = self._split(name)
+      scale = scales.get(layer) or (
+          spec.dtype.itemsize == 1 and numbered.get(layer))
+      if (scale and scale != name and spec.size > 1 and
+          spec.dtype not in WIDE_FLOATS and spec.dtype.kind != "b" and
+          not self._is_optimizer_state(name)):
+        found[name] = scale
+    return found
+
+  def _split(self, name):
+    """(name of the layer, name in it) of a variable."""
+    layer, _, own = name.removesuffix(
+        "/.ATTRIBUTES/VARIABLE_VALUE").rpartition("/")
+    return layer, own
 
   def verify(self):
     """Verifies the checksums that `read` does not verify.
@@ -220,6 +287,35 @@ def note_of(text, specs):
     raise ValueError(f"'{NOTE}' must describe the snapshot, got {text!r}. The "
                      "file is damaged.")
   return note
+
+
+def weight_map(path, what):
+  """The "weight_map" of a JSON file: a dict.
+
+  Args:
+    path: The path of the file.
+    what: Who writes such a file.
+
+  Raises:
+    ValueError: If the file has other contents, or names a file of another
+      folder.
+  """
+  try:
+    with open(path, encoding="utf-8") as file:
+      found = {**json.load(file)["weight_map"]}
+    names = {name for value in found.values() for name in (
+        [value] if isinstance(value, str) else value)}
+    if not all(isinstance(name, str) for name in names):
+      raise TypeError("a name is no string")
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(
+        f"{path} must be a JSON file with a 'weight_map', as {what}, got other "
+        f"contents: {type(e).__name__}: {e}. Save the weights again.") from e
+  for name in names:
+    if name in ("", os.curdir, os.pardir) or name != os.path.basename(name):
+      raise ValueError(f"{path} must name files of its own folder, got "
+                       f"{name!r}. Save the weights again.")
+  return found
 
 
 def _stamp(path):

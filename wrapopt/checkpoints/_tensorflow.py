@@ -10,14 +10,11 @@ import os
 import re
 
 import numpy as np
-import tensorflow as tf
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 
+from wrapopt._tf import tf
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
-
-v1 = tf.compat.v1
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
@@ -38,13 +35,14 @@ _DATA_FILE = 256 << 20
 class TensorFlowSink(_sink.Sink):
   """Writes a TensorFlow checkpoint."""
 
-  def __init__(self, path, note=None, like=None):
+  def __init__(self, path, note=None, like=None, made=None):
     super().__init__(path, note, like)
     self._parts = []  # Prefixes of checkpoints with one data file.
     self._waiting = {}  # {name: an array, or a Source to copy it from}
     self._bytes = 0
     if note is not None:
       self.write(_source.NOTE, np.array(json.dumps(note).encode(), object))
+    self._how = made
 
   def write(self, name, value):
     self._add(name, value, value.nbytes)
@@ -67,8 +65,8 @@ class TensorFlowSink(_sink.Sink):
       tensors, feeds, copied = [], {}, {}
       for name, value in waiting.items():
         if isinstance(value, np.ndarray):
-          tensor = v1.placeholder(tf.string if value.dtype == object else
-                                  value.dtype, value.shape)
+          tensor = tf.compat.v1.placeholder(
+              tf.string if value.dtype == object else value.dtype, value.shape)
           feeds[tensor] = value
         else:
           # The dtype may be one that NumPy lacks.
@@ -94,7 +92,13 @@ class TensorFlowSink(_sink.Sink):
           checkpoint_prefixes=self._parts, destination_prefix=prefix))
     index, *data = _files_of(prefix)
     # The data files are not a checkpoint without the index.
-    return [*data, index]
+    files = [*data, index]
+    if self._how is not None:
+      # The format has no metadata.
+      files.insert(0, prefix + ".made.json")
+      with open(files[0], "w", encoding="utf-8") as file:
+        file.write(self._how + "\n")
+    return files
 
   def _replace(self, files):
     # An old index must not be next to new data files.
@@ -108,8 +112,9 @@ class TensorFlowSink(_sink.Sink):
 @contextlib.contextmanager
 def _session():
   """A session on the CPU, in the calling thread and in a graph of its own."""
-  with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto(
-      device_count={"GPU": 0}, inter_op_parallelism_threads=-1)) as session:
+  config = tf.compat.v1.ConfigProto(
+      device_count={"GPU": 0}, inter_op_parallelism_threads=-1)
+  with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
     yield session
 
 
@@ -161,7 +166,7 @@ class TensorFlowSource(_source.Source):
   @classmethod
   def exists(cls, path):
     # An old checkpoint has no ".index" file.
-    return v1.train.checkpoint_exists(path)
+    return os.path.exists(cls.file_of(path)) or os.path.exists(path)
 
   @classmethod
   def path_of(cls, file):
@@ -211,6 +216,7 @@ class TensorFlowSource(_source.Source):
 
 def _state_of_optimizers(graph):
   """Keys of optimizers' variables in an object-based checkpoint."""
+  from tensorflow.core.protobuf import trackable_object_graph_pb2
   graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(graph)
   optimizers, held, trained = set(), set(), set()
   for node_id, node in enumerate(graph.nodes):

@@ -14,6 +14,7 @@ from tensorflow.python.distribute import sharded_variable
 
 from wrapopt import _checks
 from wrapopt import _composition
+from wrapopt import _types
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
@@ -497,4 +498,4 @@ def steps_of(opt):
 def float32_for_half(dtype):
   """The dtype of averages: float32 for float16 and bfloat16, else `dtype`."""
   dtype = tf.as_dtype(dtype)
-  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
+  return tf.float32 if dtype in _types.LOW_PRECISION else dtype

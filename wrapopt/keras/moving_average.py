@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _types
 from wrapopt import ops
 from wrapopt._averages import _decay
 from wrapopt._averages import _decays
@@ -502,7 +503,7 @@ def _checked_dtype(shadow_dtype):
     return None
   with contextlib.suppress(TypeError):
     dtype = tf.as_dtype(shadow_dtype)
-    if dtype in _checks.FLOATS:
+    if dtype in _types.FLOATS:
       return dtype
   raise TypeError("`shadow_dtype` must be float16, bfloat16, float32 or "
                   f"float64, got {shadow_dtype!r}.")

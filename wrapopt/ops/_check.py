@@ -13,7 +13,7 @@ import numbers
 
 import tensorflow as tf
 
-from wrapopt._checks import FLOATS, LOW_PRECISION
+from wrapopt._types import FLOATS, LOW_PRECISION
 from wrapopt.ops import _variables
 
 
