@@ -224,10 +224,9 @@ def merge(inputs: _Paths, output: _Path,
                      progress)
   paths = _paths(inputs)
   with _opened([*([] if base is None else _paths(base)), *paths]) as sources:
-    inputs = sources[-len(paths):]
     fitted = None if decay is None else _rate_decay.fit(
-        inputs, decay, decay_steps, steps)
-    scaled = (_merge.checked_weights(weights, len(inputs)) if fitted is None
+        sources[-len(paths):], decay, decay_steps, steps)
+    scaled = (_merge.checked_weights(weights, len(paths)) if fitted is None
               else fitted.weights.tolist())
     if blend is not None:
       if len(sources) - len(paths) > 1:
