@@ -235,7 +235,7 @@ def test_a_dry_run_and_the_first_lines(run, capsys):
                 str(run / "out"), "--dry-run"])
   printed = capsys.readouterr().out
   assert f"    0.250000  {run}/checkpoint-900/{INDEX}\n" in printed
-  assert "averaged: 3 variables; copied from the last input: 0" in printed
+  assert "  averaged: 3 variables, 20 numbers of float32\n" in printed
   assert "reads 160 bytes, writes 80 bytes" in printed
   assert "nothing was written" in printed and sorted(run.rglob("*")) == before
   command.main(["merge", *inputs, "--output", str(run / "out")])

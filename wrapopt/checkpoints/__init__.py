@@ -33,9 +33,10 @@ float64, and float8. They sum in float64 and round once, to the variable's dtype
 in the last input. NaN is refused. So are quantized variables, which have
 scales, unless they are equal in all inputs. The output tells how it was made:
 in the metadata `wrapopt` of safetensors, in an attribute of HDF5 files, in a
-file beside a TensorFlow checkpoint that ends in `.made.json`. All other data are copied from the last input: integers (counts of
-steps), strings, and the state of optimizers (slots, learning rates and
-averages). An optimizer is recognized
+file beside a TensorFlow checkpoint that ends in `.made.json`. All other data
+are copied from the last input: integers (counts of steps), strings, and the
+state of optimizers (slots, learning rates and averages). An optimizer is
+recognized
 
   - in a file of `tf.train.Checkpoint` by its slots, or by its parts: an
     optimizer of Keras has `_iterations` with `_variables` or `_learning_rate`.

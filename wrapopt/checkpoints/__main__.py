@@ -191,9 +191,7 @@ def _common(options):
 def _print_plan(plan):
   for path, weight in plan.inputs:
     print(f"  {weight:10.6f}  {path}")
-  print(f"  averaged: {len(plan.averaged)} variables; copied from the last "
-        f"input: {len(plan.copied)}\n"
-        f"  reads {_size(plan.read_bytes)}, writes "
+  print(f"  reads {_size(plan.read_bytes)}, writes "
         f"{_size(plan.written_bytes)}, holds {_size(plan.peak_bytes)} of "
         "values in memory", flush=True)
 
@@ -251,8 +249,7 @@ def _write(options, of, function, *args, **kwargs):
   result = function(paths, options.output, *args, confirm=confirm, **kwargs,
                     **_common(options))
   if options.dry_run:
-    print(f"nothing was written to {options.output}: {of(result)}")
-    return
+    print("nothing was written to", end=" ")
   print(f"{options.output}: {of(result)}")
   _report(options, paths[-1], "Load the output into the model, then compute "
           "them again: wrapopt.keras.recalibrate_batch_norm(model, dataset) or "
