@@ -14,6 +14,7 @@
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
 #include "cc/engine/rounds.h"
+#include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/rounds_resource.h"
@@ -28,159 +29,146 @@ namespace {
 
 using tensorflow::AsyncOpKernel;
 using tensorflow::DataTypeString;
-using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-class AveragingOuterStepOp : public OpKernel {
- public:
-  explicit AveragingOuterStepOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
+// Makes the first `outer` tensors nobody else's, and as many velocities.
+absl::Status MakeRoom(OpKernelContext* ctx, size_t outer, Center* center) {
+  const bool has_none = center->velocities.size() != outer;
+  std::vector<Tensor> velocities(outer);
+  for (size_t i = 0; i < outer; ++i) {
+    Tensor& value = center->values[i];
+    TF_RETURN_IF_ERROR(Own(ctx, value, &value));
+    TF_RETURN_IF_ERROR(
+        has_none ? Zeros(ctx, value.dtype(), value.shape(), &velocities[i])
+                 : Own(ctx, center->velocities[i], &center->velocities[i]));
+  }
+  if (has_none) center->velocities = std::move(velocities);
+  return absl::OkStatus();
+}
+
+// One pass over memory. D = center - mean in the scratch array, which is the
+// gradient of a step with Nesterov's momentum.
+absl::Status StepOf(OpKernelContext* ctx, double lr, double momentum,
+                    const Tensor& mean, Tensor* center, Tensor* velocity,
+                    Isa isa) {
+  const Number number = NumberOf(center->dtype());
+  const size_t bytes = SizeOf(number);
+  const double plus[] = {1, 1}, minus[] = {-1, 0}, step[] = {lr, momentum, 1};
+  Pass pass(number);
+  const RuleStep sum = FindStep(RuleId::kWeightedSum, number, number, isa);
+  pass.AddStage({sum, plus, 2, bytes, /*new_inputs=*/true, /*scratch=*/0});
+  pass.AddStage({sum, minus, 2, bytes, /*new_inputs=*/true, /*scratch=*/0});
+  pass.AddStage({FindStep(RuleId::kMomentum, number, number, isa), step, 3,
+                 3 * bytes, /*new_inputs=*/false, /*scratch=*/2});
+  pass.AddVariable(center->NumElements(),
+                   {nullptr, center->data(), nullptr, mean.data(),
+                    center->data(), velocity->data(), nullptr});
+  return RunPass(ctx, pass);
+}
+
+absl::Status Step(OpKernelContext* ctx, const std::string& subject,
+                  Center* center, double lr, double momentum, int64_t stepped,
+                  Isa isa) {
+  const size_t n = center->values.size();
+  // No member had values.
+  if (n > 0 && center->weight == 0) return absl::OkStatus();
+  // With these, the center becomes the mean.
+  const bool is_mean = lr == 1 && momentum == 0;
+  const size_t outer =
+      is_mean ? 0 : std::clamp<int64_t>(stepped, 0, static_cast<int64_t>(n));
+  if (n == 0 || center->mean.size() != n) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        subject, " must have a center and a mean before the step, got ", n,
+        " and ", center->mean.size(), " values"));
+  }
+  // All memory first: a failure changes nothing.
+  TF_RETURN_IF_ERROR(MakeRoom(ctx, outer, center));
+  for (size_t i = 0; i < n; ++i) {
+    if (i >= outer) {
+      center->values[i] = std::move(center->mean[i]);
+    } else {
+      TF_RETURN_IF_ERROR(StepOf(ctx, lr, momentum, center->mean[i],
+                                &center->values[i], &center->velocities[i],
+                                isa));
+    }
+  }
+  center->ForgetMean();
+  return absl::OkStatus();
+}
+
+absl::Status AveragingOuterStep(OpKernelContext* ctx, Isa isa) {
+  RoundsPtr resource;
+  Known known;
+  double lr, momentum;
+  int64_t stepped;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  TF_RETURN_IF_ERROR(ReadKnown(ctx, &known));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "learning_rate", &lr));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "momentum", &momentum));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "stepped", &stepped));
+  if (!(lr > 0 && std::isfinite(lr))) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "learning_rate must be finite and greater than 0, got ", lr));
+  }
+  if (!(momentum >= 0 && momentum < 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("momentum must be in [0, 1), got ", momentum));
   }
 
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    Known known;
-    double lr, momentum;
-    int64_t stepped;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &known));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "learning_rate", &lr));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "momentum", &momentum));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "stepped", &stepped));
-    OP_REQUIRES(ctx, lr > 0 && std::isfinite(lr),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "learning_rate must be finite and greater than 0, got ",
-                    lr)));
-    OP_REQUIRES(ctx, momentum >= 0 && momentum < 1,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "momentum must be in [0, 1), got ", momentum)));
-
-    TensorRounds* const rounds = resource->rounds();
-    Center* const center = resource->center();
-    TensorRounds::Deferred after(rounds);
-    std::lock_guard<std::mutex> lock(center->mu);
-    bool is_open;
-    OP_REQUIRES_OK(ctx, ToStatus(rounds->CheckClosed(known, &is_open)));
-    if (is_open) {
-      OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
-      OP_REQUIRES_OK(ctx, Step(ctx, rounds->subject(), center, lr, momentum,
-                               stepped));
-      OP_REQUIRES_OK(ctx, ToStatus(rounds->Next(&after)));
-    }
-    OP_REQUIRES_OK(ctx, WritePlace(ctx, rounds->known().place));
+  TensorRounds* const rounds = resource->rounds();
+  Center* const center = resource->center();
+  TensorRounds::Deferred after(rounds);
+  std::lock_guard<std::mutex> lock(center->mu);
+  bool is_open;
+  TF_RETURN_IF_ERROR(ToStatus(rounds->CheckClosed(known, &is_open)));
+  if (is_open) {
+    TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
+    TF_RETURN_IF_ERROR(
+        Step(ctx, rounds->subject(), center, lr, momentum, stepped, isa));
+    TF_RETURN_IF_ERROR(ToStatus(rounds->Next(&after)));
   }
+  TF_RETURN_IF_ERROR(WritePlace(ctx, rounds->known().place));
+  return absl::OkStatus();
+}
 
- private:
-  absl::Status Step(OpKernelContext* ctx, const std::string& subject,
-                    Center* center, double lr, double momentum,
-                    int64_t stepped) const {
-    const size_t n = center->values.size();
-    // No member had values.
-    if (n > 0 && center->weight == 0) return absl::OkStatus();
-    // With these, the center becomes the mean.
-    const bool is_mean = lr == 1 && momentum == 0;
-    const size_t outer =
-        is_mean ? 0 : std::clamp<int64_t>(stepped, 0, static_cast<int64_t>(n));
-    if (n == 0 || center->mean.size() != n) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          subject, " must have a center and a mean before the step, got ", n,
-          " and ", center->mean.size(), " values"));
-    }
-    // All memory first: a failure changes nothing.
-    TF_RETURN_IF_ERROR(MakeRoom(ctx, outer, center));
-    for (size_t i = 0; i < n; ++i) {
-      if (i >= outer) {
-        center->values[i] = std::move(center->mean[i]);
-      } else {
-        TF_RETURN_IF_ERROR(StepOf(ctx, lr, momentum, center->mean[i],
-                                  &center->values[i], &center->velocities[i]));
-      }
-    }
+absl::Status AveragingRestore(OpKernelContext* ctx) {
+  RoundsPtr resource;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  std::string worker;
+  int64_t from, job;
+  Place place;
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "from_generation", &from));
+  TF_RETURN_IF_ERROR(ReadPlace(ctx, &place));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "job", &job));
+  const int64_t least = resource->options().holds_center ? 0 : -1;
+  if (place.round < least) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("round must be at least ", least, ", got ", place.round));
+  }
+  Center* const center = resource->center();
+  TensorRounds::Deferred after(resource->rounds());
+  std::lock_guard<std::mutex> lock(center->mu);
+  std::vector<Tensor> values;
+  bool restored;
+  TF_RETURN_IF_ERROR(ToStatus(resource->rounds()->Restore(
+      worker, from, place, resource->options().holds_center, &values, &restored,
+      &after)));
+  if (restored) {
     center->ForgetMean();
-    return absl::OkStatus();
+    center->job = job;
   }
-
-  // Makes the first `outer` tensors nobody else's, and as many velocities.
-  static absl::Status MakeRoom(OpKernelContext* ctx, size_t outer,
-                               Center* center) {
-    const bool has_none = center->velocities.size() != outer;
-    std::vector<Tensor> velocities(outer);
-    for (size_t i = 0; i < outer; ++i) {
-      Tensor& value = center->values[i];
-      TF_RETURN_IF_ERROR(Own(ctx, value, &value));
-      TF_RETURN_IF_ERROR(
-          has_none ? Zeros(ctx, value.dtype(), value.shape(), &velocities[i])
-                   : Own(ctx, center->velocities[i], &center->velocities[i]));
-    }
-    if (has_none) center->velocities = std::move(velocities);
-    return absl::OkStatus();
+  if (!values.empty()) {
+    const int64_t n = resource->options().num_vectors();
+    center->velocities.assign(values.begin() + n, values.end());
+    values.resize(n);
+    center->values = std::move(values);
   }
-
-  // One pass over memory. D = center - mean in the scratch array, which is the
-  // gradient of a step with Nesterov's momentum.
-  absl::Status StepOf(OpKernelContext* ctx, double lr, double momentum,
-                      const Tensor& mean, Tensor* center,
-                      Tensor* velocity) const {
-    const Number number = NumberOf(center->dtype());
-    const size_t bytes = SizeOf(number);
-    const double plus[] = {1, 1}, minus[] = {-1, 0}, step[] = {lr, momentum, 1};
-    Pass pass(number);
-    const RuleStep sum = FindStep(RuleId::kWeightedSum, number, number, isa_);
-    pass.AddStage({sum, plus, 2, bytes, /*new_inputs=*/true, /*scratch=*/0});
-    pass.AddStage({sum, minus, 2, bytes, /*new_inputs=*/true, /*scratch=*/0});
-    pass.AddStage({FindStep(RuleId::kMomentum, number, number, isa_), step, 3,
-                   3 * bytes, /*new_inputs=*/false, /*scratch=*/2});
-    pass.AddVariable(center->NumElements(),
-                     {nullptr, center->data(), nullptr, mean.data(),
-                      center->data(), velocity->data(), nullptr});
-    return RunPass(ctx, pass);
-  }
-
-  Isa isa_;
-};
-
-class AveragingRestoreOp : public OpKernel {
- public:
-  explicit AveragingRestoreOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    std::string worker;
-    int64_t from, job;
-    Place place;
-    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "from_generation", &from));
-    OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "job", &job));
-    const int64_t least = resource->options().holds_center ? 0 : -1;
-    OP_REQUIRES(ctx, place.round >= least,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "round must be at least ", least, ", got ", place.round)));
-    Center* const center = resource->center();
-    TensorRounds::Deferred after(resource->rounds());
-    std::lock_guard<std::mutex> lock(center->mu);
-    std::vector<Tensor> values;
-    bool restored;
-    OP_REQUIRES_OK(ctx, ToStatus(resource->rounds()->Restore(
-                            worker, from, place,
-                            resource->options().holds_center, &values,
-                            &restored, &after)));
-    if (restored) {
-      center->ForgetMean();
-      center->job = job;
-    }
-    if (!values.empty()) {
-      const int64_t n = resource->options().num_vectors();
-      center->velocities.assign(values.begin() + n, values.end());
-      values.resize(n);
-      center->values = std::move(values);
-    }
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "restored", restored));
-  }
-};
+  TF_RETURN_IF_ERROR(WriteScalar(ctx, "restored", restored));
+  return absl::OkStatus();
+}
 
 class AveragingCenterOp : public AsyncOpKernel {
  public:
@@ -213,9 +201,9 @@ class AveragingCenterOp : public AsyncOpKernel {
         absl::StrCat("the ", what, " of ", resource->rounds()->subject());
     const int64_t n = values.size();
     if (index < 0 || index >= n) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "index must be less than ", n, ", the number of values of ", subject,
-          ", got ", index));
+      return absl::FailedPreconditionError(
+          absl::StrCat("index must be less than ", n,
+                       ", the number of values of ", subject, ", got ", index));
     }
     const Tensor& value = values[index];
     if (value.dtype() != dtype_) {
@@ -232,13 +220,13 @@ class AveragingCenterOp : public AsyncOpKernel {
   bool velocity_;
 };
 
-#define WRAPOPT_REGISTER(op)                                                \
-  REGISTER_KERNEL_BUILDER(                                                  \
-      Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), op##Op)
+#define WRAPOPT_REGISTER(op, Kernel)                                           \
+  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), \
+                          Kernel)
 
-WRAPOPT_REGISTER(AveragingOuterStep);
-WRAPOPT_REGISTER(AveragingRestore);
-WRAPOPT_REGISTER(AveragingCenter);
+WRAPOPT_REGISTER(AveragingOuterStep, FunctionKernel<AveragingOuterStep>);
+WRAPOPT_REGISTER(AveragingRestore, FunctionKernel<AveragingRestore>);
+WRAPOPT_REGISTER(AveragingCenter, AveragingCenterOp);
 
 #undef WRAPOPT_REGISTER
 

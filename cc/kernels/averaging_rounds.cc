@@ -1,6 +1,3 @@
-// Wrapopt>AveragingRounds, Join, Enter, Stage, Arrive, Release, Follow, Close,
-// Leave, State, List, Drop, Clock and Raise.
-// The rounds are in engine/rounds.h.
 #include <algorithm>
 #include <chrono>  // NOLINT(build/c++11)
 #include <cmath>
@@ -16,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/rounds.h"
+#include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/rounds_resource.h"
 #include "cc/ops/averaging_rounds.h"
@@ -39,8 +37,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::tstring;
 
-class AveragingRoundsOp
-    : public tensorflow::ResourceOpKernel<RoundsResource> {
+class AveragingRoundsOp : public tensorflow::ResourceOpKernel<RoundsResource> {
  public:
   explicit AveragingRoundsOp(OpKernelConstruction* ctx)
       : ResourceOpKernel(ctx) {
@@ -71,8 +68,7 @@ class AveragingRoundsOp
     if (!manager->Lookup(container, shared_name_, &found).ok()) return;
     const RoundsPtr owned(found);
     const auto [has, got] = found->options().Compare(options_);
-    if (has == got || found->idle_secs() < 1 ||
-        !found->rounds()->is_unused()) {
+    if (has == got || found->idle_secs() < 1 || !found->rounds()->is_unused()) {
       return;
     }
     // Another op may have dropped them.
@@ -99,24 +95,20 @@ class AveragingRoundsOp
   std::string shared_name_;
 };
 
-class AveragingJoinOp : public OpKernel {
- public:
-  explicit AveragingJoinOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    std::string worker;
-    int64_t process = 0, workers = 0;
-    bool resumes = false;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "process", &process));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "resumes", &resumes));
-    OP_REQUIRES_OK(ctx, ToStatus(resource->rounds()->Join(worker, process,
-                                                          resumes, &workers)));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "workers", workers));
-  }
-};
+absl::Status AveragingJoin(OpKernelContext* ctx) {
+  RoundsPtr resource;
+  std::string worker;
+  int64_t process = 0, workers = 0;
+  bool resumes = false;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "process", &process));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "resumes", &resumes));
+  TF_RETURN_IF_ERROR(
+      ToStatus(resource->rounds()->Join(worker, process, resumes, &workers)));
+  TF_RETURN_IF_ERROR(WriteScalar(ctx, "workers", workers));
+  return absl::OkStatus();
+}
 
 class AveragingEnterOp : public AsyncOpKernel {
  public:
@@ -151,171 +143,137 @@ class AveragingEnterOp : public AsyncOpKernel {
   }
 };
 
-class AveragingStageOp : public OpKernel {
- public:
-  explicit AveragingStageOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
+absl::Status CheckValue(const std::string& subject, const Tensor& value,
+                        bool restores, tensorflow::DataType dtype,
+                        int64_t size) {
+  const bool is_half = value.dtype() == tensorflow::DT_HALF ||
+                       value.dtype() == tensorflow::DT_BFLOAT16;
+  if (value.dtype() != dtype &&
+      !(is_half && dtype == tensorflow::DT_FLOAT && !restores)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(subject, " must be of dtype ", DataTypeString(dtype),
+                     ", as the center, got ", DataTypeString(value.dtype())));
   }
+  return CheckShape(subject, value.shape(),
+                    tensorflow::PartialTensorShape({size}),
+                    "that of the center");
+}
 
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    std::string worker;
-    Known known;
-    int64_t count, first;
-    double weight;
-    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &known));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "weight", &weight));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "count", &count));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "first", &first));
-    OpInputList values;
-    OP_REQUIRES_OK(ctx, ctx->input_list("values", &values));
-    std::vector<Tensor> parts;
-    for (const Tensor& value : values) {
-      OP_REQUIRES_OK(ctx, Own(ctx, value, &parts.emplace_back()));
-    }
-    // Meanwhile nobody restores another center.
-    std::lock_guard<std::mutex> lock(resource->center()->mu);
-    OP_REQUIRES_OK(ctx, Check(resource.get(), worker, known, weight, count,
-                              first, values));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "accepted",
-                                    resource->rounds()->Stage(
-                                        worker, known, weight, count, first,
-                                        std::move(parts))));
-    OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
+// Needs the lock of the center.
+absl::Status Check(RoundsResource* resource, const std::string& worker,
+                   const Known& known, double weight, int64_t count,
+                   int64_t first, const OpInputList& values) {
+  if (!(weight >= 0 && std::isfinite(weight))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weight of worker ", InQuotes(worker),
+                     " must be finite and at least 0, got ", weight));
   }
-
- private:
-  // Needs the lock of the center.
-  static absl::Status Check(RoundsResource* resource, const std::string& worker,
-                            const Known& known, double weight, int64_t count,
-                            int64_t first, const OpInputList& values) {
-    if (!(weight >= 0 && std::isfinite(weight))) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("weight of worker ", InQuotes(worker),
-                       " must be finite and at least 0, got ", weight));
-    }
-    TensorRounds* const rounds = resource->rounds();
-    const RoundsOptions& options = resource->options();
-    const int64_t n = options.num_vectors();
-    const bool restores =
-        known.place.generation > rounds->known().place.generation;
-    if (options.holds_center && !restores &&
-        resource->center()->values.empty()) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          rounds->subject(), " must have a center before worker ",
-          InQuotes(worker), " sends values"));
-    }
-    if (!options.holds_center && restores) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          rounds->subject(), " must hold the center to restore it, but it is ",
-          "in variables"));
-    }
-    const int64_t least = restores || weight > 0 ? n : 0;
-    if (count < least || count > (restores ? 2 * n : least)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "count of worker ", InQuotes(worker), " must be ", least,
-          least == n ? ", the number of vectors of the center"
-                     : ", since its weight is 0",
-          restores ? ", or more for velocities" : "", ", got ", count));
-    }
-    if (first < 0 || first > count - values.size()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "values must be in [0, count), got count ", count, " and ",
-          values.size(), " values from ", first));
-    }
-    for (int i = 0; i < values.size(); ++i) {
-      const int64_t vector = (first + i) % n;
-      TF_RETURN_IF_ERROR(CheckValue(
-          absl::StrCat("value ", first + i, " of worker ", InQuotes(worker)),
-          values[i], restores, options.dtypes[vector], options.sizes[vector]));
-    }
-    return absl::OkStatus();
+  TensorRounds* const rounds = resource->rounds();
+  const RoundsOptions& options = resource->options();
+  const int64_t n = options.num_vectors();
+  const bool restores =
+      known.place.generation > rounds->known().place.generation;
+  if (options.holds_center && !restores && resource->center()->values.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(rounds->subject(), " must have a center before worker ",
+                     InQuotes(worker), " sends values"));
   }
-
-  static absl::Status CheckValue(const std::string& subject,
-                                 const Tensor& value, bool restores,
-                                 tensorflow::DataType dtype, int64_t size) {
-    const bool is_half = value.dtype() == tensorflow::DT_HALF ||
-                         value.dtype() == tensorflow::DT_BFLOAT16;
-    if (value.dtype() != dtype &&
-        !(is_half && dtype == tensorflow::DT_FLOAT && !restores)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          subject, " must be of dtype ", DataTypeString(dtype),
-          ", as the center, got ", DataTypeString(value.dtype())));
-    }
-    return CheckShape(subject, value.shape(),
-                      tensorflow::PartialTensorShape({size}),
-                      "that of the center");
+  if (!options.holds_center && restores) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        rounds->subject(), " must hold the center to restore it, but it is ",
+        "in variables"));
   }
+  const int64_t least = restores || weight > 0 ? n : 0;
+  if (count < least || count > (restores ? 2 * n : least)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "count of worker ", InQuotes(worker), " must be ", least,
+        least == n ? ", the number of vectors of the center"
+                   : ", since its weight is 0",
+        restores ? ", or more for velocities" : "", ", got ", count));
+  }
+  if (first < 0 || first > count - values.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("values must be in [0, count), got count ", count, " and ",
+                     values.size(), " values from ", first));
+  }
+  for (int i = 0; i < values.size(); ++i) {
+    const int64_t vector = (first + i) % n;
+    TF_RETURN_IF_ERROR(CheckValue(
+        absl::StrCat("value ", first + i, " of worker ", InQuotes(worker)),
+        values[i], restores, options.dtypes[vector], options.sizes[vector]));
+  }
+  return absl::OkStatus();
+}
 
-  Isa isa_;
-};
+absl::Status AveragingStage(OpKernelContext* ctx, Isa isa) {
+  RoundsPtr resource;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  std::string worker;
+  Known known;
+  int64_t count, first;
+  double weight;
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
+  TF_RETURN_IF_ERROR(ReadKnown(ctx, &known));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "weight", &weight));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "count", &count));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "first", &first));
+  OpInputList values;
+  TF_RETURN_IF_ERROR(ctx->input_list("values", &values));
+  std::vector<Tensor> parts;
+  for (const Tensor& value : values) {
+    TF_RETURN_IF_ERROR(Own(ctx, value, &parts.emplace_back()));
+  }
+  // Meanwhile nobody restores another center.
+  std::lock_guard<std::mutex> lock(resource->center()->mu);
+  TF_RETURN_IF_ERROR(
+      Check(resource.get(), worker, known, weight, count, first, values));
+  TF_RETURN_IF_ERROR(
+      WriteScalar(ctx, "accepted",
+                  resource->rounds()->Stage(worker, known, weight, count, first,
+                                            std::move(parts))));
+  TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
+  return absl::OkStatus();
+}
 
 // Arrive and Follow add values to the mean, so that they are freed.
-class AveragingArriveOp : public OpKernel {
- public:
-  explicit AveragingArriveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
-  }
+absl::Status AveragingArrive(OpKernelContext* ctx, Isa isa) {
+  RoundsPtr resource;
+  std::string worker;
+  Known told, known;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
+  TF_RETURN_IF_ERROR(ReadKnown(ctx, &told));
+  TF_RETURN_IF_ERROR(WriteScalar(
+      ctx, "accepted", resource->rounds()->Arrive(worker, told, &known)));
+  TF_RETURN_IF_ERROR(WriteKnown(ctx, "known_now", known));
+  std::lock_guard<std::mutex> lock(resource->center()->mu);
+  TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
+  return absl::OkStatus();
+}
 
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    std::string worker;
-    Known told, known;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &told));
-    OP_REQUIRES_OK(
-        ctx, WriteScalar(ctx, "accepted",
-                         resource->rounds()->Arrive(worker, told, &known)));
-    OP_REQUIRES_OK(ctx, WriteKnown(ctx, "known_now", known));
-    std::lock_guard<std::mutex> lock(resource->center()->mu);
-    OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
-  }
+absl::Status AveragingRelease(OpKernelContext* ctx) {
+  RoundsPtr resource;
+  std::string worker;
+  int64_t turn;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "turn", &turn));
+  TF_RETURN_IF_ERROR(
+      WriteScalar(ctx, "was_alive", resource->rounds()->Release(worker, turn)));
+  return absl::OkStatus();
+}
 
- private:
-  Isa isa_;
-};
-
-class AveragingReleaseOp : public OpKernel {
- public:
-  explicit AveragingReleaseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    std::string worker;
-    int64_t turn;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "turn", &turn));
-    OP_REQUIRES_OK(ctx,
-                   WriteScalar(ctx, "was_alive",
-                               resource->rounds()->Release(worker, turn)));
-  }
-};
-
-class AveragingFollowOp : public OpKernel {
- public:
-  explicit AveragingFollowOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
-  }
-
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    Known known;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &known));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "accepted",
-                                    resource->rounds()->Follow(known)));
-    std::lock_guard<std::mutex> lock(resource->center()->mu);
-    OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
-  }
-
- private:
-  Isa isa_;
-};
+absl::Status AveragingFollow(OpKernelContext* ctx, Isa isa) {
+  RoundsPtr resource;
+  Known known;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  TF_RETURN_IF_ERROR(ReadKnown(ctx, &known));
+  TF_RETURN_IF_ERROR(
+      WriteScalar(ctx, "accepted", resource->rounds()->Follow(known)));
+  std::lock_guard<std::mutex> lock(resource->center()->mu);
+  TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
+  return absl::OkStatus();
+}
 
 class AveragingCloseOp : public AsyncOpKernel {
  public:
@@ -325,9 +283,8 @@ class AveragingCloseOp : public AsyncOpKernel {
     const auto read = [ctx](const TensorRounds& rounds, RoundWait* wait) {
       return Read(ctx, rounds, wait);
     };
-    Wait(ctx, std::move(done), read, [ctx](const Known& known) {
-      return WriteKnown(ctx, "known", known);
-    });
+    Wait(ctx, std::move(done), read,
+         [ctx](const Known& known) { return WriteKnown(ctx, "known", known); });
   }
 
  private:
@@ -343,29 +300,24 @@ class AveragingCloseOp : public AsyncOpKernel {
     if (wait->min_workers >= 1 && wait->min_workers <= rounds.num_workers()) {
       return absl::OkStatus();
     }
-    return absl::InvalidArgumentError(absl::StrCat(
-        "min_workers must be in [1, ", rounds.num_workers(),
-        "], the num_workers of ", rounds.subject(), ", got ",
-        wait->min_workers));
+    return absl::InvalidArgumentError(
+        absl::StrCat("min_workers must be in [1, ", rounds.num_workers(),
+                     "], the num_workers of ", rounds.subject(), ", got ",
+                     wait->min_workers));
   }
 };
 
-class AveragingLeaveOp : public OpKernel {
- public:
-  explicit AveragingLeaveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    std::string worker;
-    int64_t process;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
-    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "process", &process));
-    OP_REQUIRES_OK(ctx,
-                   WriteScalar(ctx, "has_left",
-                               resource->rounds()->Leave(worker, process)));
-  }
-};
+absl::Status AveragingLeave(OpKernelContext* ctx) {
+  RoundsPtr resource;
+  std::string worker;
+  int64_t process;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "process", &process));
+  TF_RETURN_IF_ERROR(
+      WriteScalar(ctx, "has_left", resource->rounds()->Leave(worker, process)));
+  return absl::OkStatus();
+}
 
 class AveragingStateOp : public OpKernel {
  public:
@@ -400,103 +352,88 @@ class AveragingStateOp : public OpKernel {
   std::string worker_;
 };
 
-class AveragingListOp : public OpKernel {
- public:
-  explicit AveragingListOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    const auto listed = RoundsResource::List(ctx->resource_manager());
-    const int64_t r = listed.size();
-    Tensor *names, *settings, *numbers;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("names", {r}, &names));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("settings", {r}, &settings));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("numbers", {r, 5}, &numbers));
-    int64_t i = 0;
-    for (const auto& [name, resource] : listed) {
-      names->vec<tstring>()(i) = name;
-      settings->vec<tstring>()(i) = resource->options().settings;
-      auto of_this = numbers->matrix<int64_t>();
-      Center* const center = resource->center();
-      std::lock_guard<std::mutex> lock(center->mu);
-      const Place place = resource->rounds()->known().place;
-      int64_t bytes = 0;
-      for (const auto* const tensors : {&center->values, &center->velocities}) {
-        for (const Tensor& tensor : *tensors) bytes += tensor.TotalBytes();
-      }
-      of_this(i, 0) = place.round;
-      of_this(i, 1) = place.generation;
-      of_this(i, 2) = center->job;
-      of_this(i, 3) = static_cast<int64_t>(resource->idle_secs());
-      of_this(i, 4) = bytes;
-      ++i;
+absl::Status AveragingList(OpKernelContext* ctx) {
+  const auto listed = RoundsResource::List(ctx->resource_manager());
+  const int64_t r = listed.size();
+  Tensor *names, *settings, *numbers;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("names", {r}, &names));
+  TF_RETURN_IF_ERROR(ctx->allocate_output("settings", {r}, &settings));
+  TF_RETURN_IF_ERROR(ctx->allocate_output("numbers", {r, 5}, &numbers));
+  int64_t i = 0;
+  for (const auto& [name, resource] : listed) {
+    names->vec<tstring>()(i) = name;
+    settings->vec<tstring>()(i) = resource->options().settings;
+    auto of_this = numbers->matrix<int64_t>();
+    Center* const center = resource->center();
+    std::lock_guard<std::mutex> lock(center->mu);
+    const Place place = resource->rounds()->known().place;
+    int64_t bytes = 0;
+    for (const auto* const tensors : {&center->values, &center->velocities}) {
+      for (const Tensor& tensor : *tensors) bytes += tensor.TotalBytes();
     }
+    of_this(i, 0) = place.round;
+    of_this(i, 1) = place.generation;
+    of_this(i, 2) = center->job;
+    of_this(i, 3) = static_cast<int64_t>(resource->idle_secs());
+    of_this(i, 4) = bytes;
+    ++i;
   }
-};
+  return absl::OkStatus();
+}
 
-class AveragingDropOp : public OpKernel {
- public:
-  explicit AveragingDropOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+absl::Status AveragingDrop(OpKernelContext* ctx) {
+  tstring name;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "shared_name", &name));
+  tensorflow::ResourceMgr* const manager = ctx->resource_manager();
+  const bool is_listed = RoundsResource::List(manager).count(name) > 0;
+  TF_RETURN_IF_ERROR(WriteScalar(
+      ctx, "dropped",
+      is_listed && manager
+                       ->Delete<RoundsResource>(manager->default_container(),
+                                                std::string(name))
+                       .ok()));
+  return absl::OkStatus();
+}
 
-  void Compute(OpKernelContext* ctx) override {
-    tstring name;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "shared_name", &name));
-    tensorflow::ResourceMgr* const manager = ctx->resource_manager();
-    const bool is_listed = RoundsResource::List(manager).count(name) > 0;
-    OP_REQUIRES_OK(ctx, WriteScalar(
-        ctx, "dropped",
-        is_listed && manager
-                         ->Delete<RoundsResource>(manager->default_container(),
-                                                  std::string(name))
-                         .ok()));
+absl::Status AveragingClock(OpKernelContext* ctx) {
+  const std::chrono::duration<double> now =
+      std::chrono::steady_clock::now().time_since_epoch();
+  TF_RETURN_IF_ERROR(WriteScalar(ctx, "secs", now.count()));
+  return absl::OkStatus();
+}
+
+absl::Status AveragingRaise(OpKernelContext* ctx) {
+  int32_t code;
+  tensorflow::tstring message;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "code", &code));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "message", &message));
+  if (code < 0 || code > 16) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("code must be in [0, 16], got ", code));
   }
-};
+  TF_RETURN_IF_ERROR(absl::Status(static_cast<absl::StatusCode>(code),
+                                  absl::string_view(message)));
+  return absl::OkStatus();
+}
 
-class AveragingClockOp : public OpKernel {
- public:
-  explicit AveragingClockOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+#define WRAPOPT_REGISTER(op, Kernel)                                           \
+  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), \
+                          Kernel)
 
-  void Compute(OpKernelContext* ctx) override {
-    const std::chrono::duration<double> now =
-        std::chrono::steady_clock::now().time_since_epoch();
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "secs", now.count()));
-  }
-};
-
-class AveragingRaiseOp : public OpKernel {
- public:
-  explicit AveragingRaiseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    int32_t code;
-    tensorflow::tstring message;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "code", &code));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "message", &message));
-    OP_REQUIRES(ctx, code >= 0 && code <= 16,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "code must be in [0, 16], got ", code)));
-    OP_REQUIRES_OK(ctx, absl::Status(static_cast<absl::StatusCode>(code),
-                                     absl::string_view(message)));
-  }
-};
-
-#define WRAPOPT_REGISTER(op)                                                \
-  REGISTER_KERNEL_BUILDER(                                                  \
-      Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), op##Op)
-
-WRAPOPT_REGISTER(AveragingRounds);
-WRAPOPT_REGISTER(AveragingJoin);
-WRAPOPT_REGISTER(AveragingEnter);
-WRAPOPT_REGISTER(AveragingStage);
-WRAPOPT_REGISTER(AveragingArrive);
-WRAPOPT_REGISTER(AveragingRelease);
-WRAPOPT_REGISTER(AveragingFollow);
-WRAPOPT_REGISTER(AveragingClose);
-WRAPOPT_REGISTER(AveragingLeave);
-WRAPOPT_REGISTER(AveragingState);
-WRAPOPT_REGISTER(AveragingList);
-WRAPOPT_REGISTER(AveragingDrop);
-WRAPOPT_REGISTER(AveragingClock);
-WRAPOPT_REGISTER(AveragingRaise);
+WRAPOPT_REGISTER(AveragingRounds, AveragingRoundsOp);
+WRAPOPT_REGISTER(AveragingEnter, AveragingEnterOp);
+WRAPOPT_REGISTER(AveragingClose, AveragingCloseOp);
+WRAPOPT_REGISTER(AveragingState, AveragingStateOp);
+WRAPOPT_REGISTER(AveragingJoin, FunctionKernel<AveragingJoin>);
+WRAPOPT_REGISTER(AveragingStage, FunctionKernel<AveragingStage>);
+WRAPOPT_REGISTER(AveragingArrive, FunctionKernel<AveragingArrive>);
+WRAPOPT_REGISTER(AveragingRelease, FunctionKernel<AveragingRelease>);
+WRAPOPT_REGISTER(AveragingFollow, FunctionKernel<AveragingFollow>);
+WRAPOPT_REGISTER(AveragingLeave, FunctionKernel<AveragingLeave>);
+WRAPOPT_REGISTER(AveragingList, FunctionKernel<AveragingList>);
+WRAPOPT_REGISTER(AveragingDrop, FunctionKernel<AveragingDrop>);
+WRAPOPT_REGISTER(AveragingClock, FunctionKernel<AveragingClock>);
+WRAPOPT_REGISTER(AveragingRaise, FunctionKernel<AveragingRaise>);
 
 #undef WRAPOPT_REGISTER
 

@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/kernels/function_kernel.h"
 #include "cc/kernels/registration.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
@@ -23,25 +24,21 @@ using tensorflow::OpKernelContext;
 using tensorflow::ResourceHandle;
 using tensorflow::Tensor;
 
-class BundleOp : public OpKernel {
- public:
-  explicit BundleOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    Tensor* handles;
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(0, {ctx->num_inputs()}, &handles));
-    auto to = handles->vec<ResourceHandle>();
-    for (int i = 0; i < ctx->num_inputs(); ++i) {
-      const Tensor& variable = ctx->input(i);
-      OP_REQUIRES(ctx, variable.NumElements() == 1,
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "variables[", i, "] must be one resource handle, got a ",
-                      "tensor of shape ", variable.shape().DebugString())));
-      to(i) = variable.flat<ResourceHandle>()(0);
+absl::Status Bundle(OpKernelContext* ctx) {
+  Tensor* handles;
+  TF_RETURN_IF_ERROR(ctx->allocate_output(0, {ctx->num_inputs()}, &handles));
+  auto to = handles->vec<ResourceHandle>();
+  for (int i = 0; i < ctx->num_inputs(); ++i) {
+    const Tensor& variable = ctx->input(i);
+    if (variable.NumElements() != 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("variables[", i, "] must be one resource handle, got a ",
+                       "tensor of shape ", variable.shape().DebugString()));
     }
+    to(i) = variable.flat<ResourceHandle>()(0);
   }
-};
+  return absl::OkStatus();
+}
 
 class BundleByNameOp : public OpKernel {
  public:
@@ -62,16 +59,15 @@ class BundleByNameOp : public OpKernel {
             " and ", shapes.size())));
     tensorflow::AllocatorAttributes on_host;
     on_host.set_on_host(true);
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_temp(tensorflow::DT_RESOURCE,
-                                tensorflow::TensorShape(
-                                    {static_cast<int64_t>(n)}),
-                                &handles_, on_host));
+    OP_REQUIRES_OK(ctx, ctx->allocate_temp(
+                            tensorflow::DT_RESOURCE,
+                            tensorflow::TensorShape({static_cast<int64_t>(n)}),
+                            &handles_, on_host));
     auto to = handles_.vec<ResourceHandle>();
     for (size_t i = 0; i < n; ++i) {
       OP_REQUIRES(ctx, !names[i].empty(),
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "shared_names[", i, "] must not be empty")));
+                  absl::InvalidArgumentError(
+                      absl::StrCat("shared_names[", i, "] must not be empty")));
       to(i) = tensorflow::MakeResourceHandle<tensorflow::Var>(
           ctx, containers[i], names[i],
           {tensorflow::DtypeAndPartialTensorShape{dtypes[i], shapes[i]}});
@@ -86,7 +82,8 @@ class BundleByNameOp : public OpKernel {
 };
 
 const bool bundle_registered =
-    RegisterKernel<BundleOp>("Wrapopt>Bundle", {"variables", "handles"}) &&
+    RegisterKernel<FunctionKernel<Bundle>>("Wrapopt>Bundle",
+                                           {"variables", "handles"}) &&
     RegisterKernel<BundleByNameOp>("Wrapopt>BundleByName", {"handles"});
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Wrapopt>Move and Wrapopt>CheckInitialized, with which averages take the place
 // of their variables.
 #include "absl/status/status.h"
+#include "cc/kernels/function_kernel.h"
 #include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/exchange.h"
@@ -12,67 +13,52 @@
 namespace wrapopt {
 namespace {
 
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
 // For resource and ref variables: `Variables` handles the difference.
-class MoveOp : public OpKernel {
- public:
-  explicit MoveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx, &lookup_cache_);
-    int from, to;
-    OP_REQUIRES_OK(ctx,
-                   variables.Find("from", Variables::Access::kWrite, &from));
-    OP_REQUIRES_OK(ctx,
-                   variables.FindOrMake("to", Variables::Access::kWrite,
-                                        tensorflow::DT_INVALID, &to));
-    OP_REQUIRES_OK(ctx, variables.Lock());
-    const int n = to - from;
-    bool replaced = false;
-    for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, CheckExchange(variables, from + i, to + i));
-      OP_REQUIRES_OK(ctx, variables.CheckDeclared(to + i, from + i));
-      // An empty ref variable has a value, even if it was never assigned.
-      replaced |= variables.has_value(to + i) && variables.size(to + i) > 0;
-    }
-    tensorflow::Tensor* output = nullptr;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("replaced", {}, &output));
-    for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, variables.PrepareToMove(from + i, to + i));
-    }
-    for (int i = 0; i < n; ++i) variables.Move(from + i, to + i);
-    output->scalar<bool>()() = replaced;
+absl::Status Move(OpKernelContext* ctx, Variables::LookupCache* cache) {
+  Variables variables(ctx, cache);
+  int from, to;
+  TF_RETURN_IF_ERROR(variables.Find("from", Variables::Access::kWrite, &from));
+  TF_RETURN_IF_ERROR(variables.FindOrMake("to", Variables::Access::kWrite,
+                                          tensorflow::DT_INVALID, &to));
+  TF_RETURN_IF_ERROR(variables.Lock());
+  const int n = to - from;
+  bool replaced = false;
+  for (int i = 0; i < n; ++i) {
+    TF_RETURN_IF_ERROR(CheckExchange(variables, from + i, to + i));
+    TF_RETURN_IF_ERROR(variables.CheckDeclared(to + i, from + i));
+    // An empty ref variable has a value, even if it was never assigned.
+    replaced |= variables.has_value(to + i) && variables.size(to + i) > 0;
   }
-
- private:
-  Variables::LookupCache lookup_cache_;
-};
-
-class CheckInitializedOp : public OpKernel {
- public:
-  explicit CheckInitializedOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx, &lookup_cache_);
-    int first;
-    OP_REQUIRES_OK(
-        ctx, variables.Find("variables", Variables::Access::kRead, &first));
-    OP_REQUIRES_OK(ctx, variables.Lock());
+  tensorflow::Tensor* output = nullptr;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("replaced", {}, &output));
+  for (int i = 0; i < n; ++i) {
+    TF_RETURN_IF_ERROR(variables.PrepareToMove(from + i, to + i));
   }
+  for (int i = 0; i < n; ++i) variables.Move(from + i, to + i);
+  output->scalar<bool>()() = replaced;
+  return absl::OkStatus();
+}
 
- private:
-  Variables::LookupCache lookup_cache_;
-};
+absl::Status CheckInitialized(OpKernelContext* ctx,
+                              Variables::LookupCache* cache) {
+  Variables variables(ctx, cache);
+  int first;
+  TF_RETURN_IF_ERROR(
+      variables.Find("variables", Variables::Access::kRead, &first));
+  TF_RETURN_IF_ERROR(variables.Lock());
+  return absl::OkStatus();
+}
 
 const bool move_registered =
-    RegisterKernel<MoveOp>("Wrapopt>Move", {"from", "to", "replaced"}) &&
-    RegisterKernel<MoveOp>("Wrapopt>MoveRef", {"replaced"}) &&
-    RegisterKernel<CheckInitializedOp>("Wrapopt>CheckInitialized",
-                                       {"variables"}) &&
-    RegisterKernel<CheckInitializedOp>("Wrapopt>CheckInitializedRef", {});
+    RegisterKernel<FunctionKernel<Move>>("Wrapopt>Move",
+                                         {"from", "to", "replaced"}) &&
+    RegisterKernel<FunctionKernel<Move>>("Wrapopt>MoveRef", {"replaced"}) &&
+    RegisterKernel<FunctionKernel<CheckInitialized>>("Wrapopt>CheckInitialized",
+                                                     {"variables"}) &&
+    RegisterKernel<FunctionKernel<CheckInitialized>>(
+        "Wrapopt>CheckInitializedRef", {});
 
 }  // namespace
 }  // namespace wrapopt

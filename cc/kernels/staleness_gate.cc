@@ -1,10 +1,3 @@
-// Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>BeginUpdate,
-// Wrapopt>StalenessComplete: number the updates of asynchronous training, and
-// admit or drop them.
-//
-// cc/engine/gate.h decides. TensorFlow destroys the tensors of a step, and the
-// tickets in them, at its end, also if the worker that runs the step is killed.
-// So dead workers need no lease and no clock.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -15,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/gate.h"
 #include "cc/engine/old_glibc.h"
+#include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/of_variable.h"
 #include "cc/kernels/variables.h"
@@ -67,129 +61,107 @@ void IncrementStep(Tensor* t) {
   }
 }
 
-class StalenessRecordOp : public OpKernel {
- public:
-  explicit StalenessRecordOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+absl::Status StalenessRecord(OpKernelContext* ctx,
+                             Variables::LookupCache* cache) {
+  Variables variables(ctx, cache);
+  int step;
+  TF_RETURN_IF_ERROR(variables.Find("step", Variables::Access::kRead, &step));
+  TF_RETURN_IF_ERROR(variables.Lock());
+  TF_RETURN_IF_ERROR(CheckStep(variables, step));
+  const Tensor& value = *variables.tensor(step);
+  Tensor *recorded, *in_flight;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("recorded", {}, &recorded));
+  TF_RETURN_IF_ERROR(ctx->allocate_output("in_flight", {}, &in_flight));
+  std::shared_ptr<Gate> gate;
+  TF_RETURN_IF_ERROR(FindGate(ctx, variables, step, &gate));
+  recorded->scalar<int64_t>()() =
+      gate->Record(ReadStep(value), &in_flight->scalar<int64_t>()());
+  return absl::OkStatus();
+}
 
-  void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx, &lookup_cache_);
-    int step;
-    OP_REQUIRES_OK(ctx,
-                   variables.Find("step", Variables::Access::kRead, &step));
-    OP_REQUIRES_OK(ctx, variables.Lock());
-    OP_REQUIRES_OK(ctx, CheckStep(variables, step));
-    const Tensor& value = *variables.tensor(step);
-    Tensor *recorded, *in_flight;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("recorded", {}, &recorded));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("in_flight", {}, &in_flight));
-    std::shared_ptr<Gate> gate;
-    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
-    recorded->scalar<int64_t>()() = gate->Record(
-        ReadStep(value), &in_flight->scalar<int64_t>()());
+absl::Status StalenessGate(OpKernelContext* ctx,
+                           Variables::LookupCache* cache) {
+  int64_t recorded, limit;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "recorded", &recorded));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "limit", &limit));
+  Gate::Number its;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "token", &its.token));
+  Variables variables(ctx, cache);
+  int step, counter, histogram;
+  TF_RETURN_IF_ERROR(variables.Find("step", Variables::Access::kRead, &step));
+  TF_RETURN_IF_ERROR(
+      variables.Find("stale_counter", Variables::Access::kWrite, &counter));
+  TF_RETURN_IF_ERROR(
+      variables.Find("histogram", Variables::Access::kWrite, &histogram));
+  std::shared_ptr<Gate> gate;
+  TF_RETURN_IF_ERROR(FindGate(ctx, variables, step, &gate));
+  Try update(gate.get(), &its);
+  TF_RETURN_IF_ERROR(variables.Lock());
+  TF_RETURN_IF_ERROR(CheckGate(variables, step, counter, histogram));
+  const Tensor& value = *variables.tensor(step);
+  TF_RETURN_IF_ERROR(variables.PrepareToWrite());
+
+  Tensor *accept, *staleness, *number;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("accept", {}, &accept));
+  TF_RETURN_IF_ERROR(ctx->allocate_output("staleness", {}, &staleness));
+  TF_RETURN_IF_ERROR(ctx->allocate_output("number", {}, &number));
+  TicketResource* resource;
+  TF_RETURN_IF_ERROR(MakeOwner(ctx, "ticket", &resource));
+
+  // Nothing below can fail.
+  int64_t& stale = staleness->scalar<int64_t>()();
+  stale = -1;
+  const bool admitted =
+      update.begun() && update.Admit(ReadStep(value), recorded, limit, &stale);
+  accept->scalar<bool>()() = admitted;
+  number->scalar<int64_t>()() = its.value;
+  if (!update.begun()) return absl::OkStatus();
+  auto counts = variables.tensor(histogram)->matrix<int64_t>();
+  const int64_t last = counts.dimension(1) - 1;
+  for (const int64_t bucket : gate->TakeAbortedBuckets()) {
+    int64_t& count = counts(0, std::min(bucket, last));
+    count = SaturatedSum(count, -1);
   }
-
- private:
-  Variables::LookupCache lookup_cache_;
-};
-
-class StalenessGateOp : public OpKernel {
- public:
-  explicit StalenessGateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    int64_t recorded, limit;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "recorded", &recorded));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "limit", &limit));
-    Gate::Number its;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "token", &its.token));
-    Variables variables(ctx, &lookup_cache_);
-    int step, counter, histogram;
-    OP_REQUIRES_OK(ctx,
-                   variables.Find("step", Variables::Access::kRead, &step));
-    OP_REQUIRES_OK(ctx, variables.Find("stale_counter",
-                                       Variables::Access::kWrite, &counter));
-    OP_REQUIRES_OK(ctx, variables.Find("histogram", Variables::Access::kWrite,
-                                       &histogram));
-    std::shared_ptr<Gate> gate;
-    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
-    Try update(gate.get(), &its);
-    OP_REQUIRES_OK(ctx, variables.Lock());
-    OP_REQUIRES_OK(ctx, CheckGate(variables, step, counter, histogram));
-    const Tensor& value = *variables.tensor(step);
-    OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
-
-    Tensor *accept, *staleness, *number;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("staleness", {}, &staleness));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("number", {}, &number));
-    TicketResource* resource;
-    OP_REQUIRES_OK(ctx, MakeOwner(ctx, "ticket", &resource));
-
-    // Nothing below can fail.
-    int64_t& stale = staleness->scalar<int64_t>()();
-    stale = -1;
-    const bool admitted = update.begun() && update.Admit(
-        ReadStep(value), recorded, limit, &stale);
-    accept->scalar<bool>()() = admitted;
-    number->scalar<int64_t>()() = its.value;
-    if (!update.begun()) return;
-    auto counts = variables.tensor(histogram)->matrix<int64_t>();
-    const int64_t last = counts.dimension(1) - 1;
-    for (const int64_t bucket : gate->TakeAbortedBuckets()) {
-      int64_t& count = counts(0, std::min(bucket, last));
-      count = SaturatedSum(count, -1);
-    }
-    its.bucket = std::clamp<int64_t>(stale, 0, last);
-    int64_t& count = counts(admitted ? 0 : 1, its.bucket);
-    count = SaturatedSum(count, 1);
-    if (admitted) {
-      resource->ticket.Admit(gate, its);
-    } else {
-      variables.tensor(counter)->scalar<float>()() += 1;
-    }
+  its.bucket = std::clamp<int64_t>(stale, 0, last);
+  int64_t& count = counts(admitted ? 0 : 1, its.bucket);
+  count = SaturatedSum(count, 1);
+  if (admitted) {
+    resource->ticket.Admit(gate, its);
+  } else {
+    variables.tensor(counter)->scalar<float>()() += 1;
   }
+  return absl::OkStatus();
+}
 
- private:
-  Variables::LookupCache lookup_cache_;
-};
+absl::Status BeginUpdate(OpKernelContext* ctx, Variables::LookupCache* cache) {
+  Gate::Number its;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "token", &its.token));
+  Variables variables(ctx, cache);
+  int step;
+  TF_RETURN_IF_ERROR(variables.Find("step", Variables::Access::kRead, &step));
+  std::shared_ptr<Gate> gate;
+  TF_RETURN_IF_ERROR(FindGate(ctx, variables, step, &gate));
+  Try update(gate.get(), &its);
+  TF_RETURN_IF_ERROR(variables.Lock());
+  TF_RETURN_IF_ERROR(CheckStep(variables, step));
+  const Tensor& value = *variables.tensor(step);
+  Tensor *accept, *number;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("accept", {}, &accept));
+  TF_RETURN_IF_ERROR(ctx->allocate_output("number", {}, &number));
+  TicketResource* resource;
+  TF_RETURN_IF_ERROR(MakeOwner(ctx, "ticket", &resource));
 
-class BeginUpdateOp : public OpKernel {
- public:
-  explicit BeginUpdateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    Gate::Number its;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "token", &its.token));
-    Variables variables(ctx, &lookup_cache_);
-    int step;
-    OP_REQUIRES_OK(ctx,
-                   variables.Find("step", Variables::Access::kRead, &step));
-    std::shared_ptr<Gate> gate;
-    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
-    Try update(gate.get(), &its);
-    OP_REQUIRES_OK(ctx, variables.Lock());
-    OP_REQUIRES_OK(ctx, CheckStep(variables, step));
-    const Tensor& value = *variables.tensor(step);
-    Tensor *accept, *number;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("number", {}, &number));
-    TicketResource* resource;
-    OP_REQUIRES_OK(ctx, MakeOwner(ctx, "ticket", &resource));
-
-    // Nothing below can fail.
-    if (update.begun()) {
-      int64_t staleness;
-      update.Admit(ReadStep(value), /*recorded=*/0,
-                   /*limit=*/std::numeric_limits<int64_t>::max(), &staleness);
-      resource->ticket.Admit(gate, its);
-    }
-    accept->scalar<bool>()() = update.begun();
-    number->scalar<int64_t>()() = its.value;
+  // Nothing below can fail.
+  if (update.begun()) {
+    int64_t staleness;
+    update.Admit(ReadStep(value), /*recorded=*/0,
+                 /*limit=*/std::numeric_limits<int64_t>::max(), &staleness);
+    resource->ticket.Admit(gate, its);
   }
-
- private:
-  Variables::LookupCache lookup_cache_;
-};
+  accept->scalar<bool>()() = update.begun();
+  number->scalar<int64_t>()() = its.value;
+  return absl::OkStatus();
+}
 
 class StalenessCompleteOp : public OpKernel {
  public:
@@ -208,10 +180,10 @@ class StalenessCompleteOp : public OpKernel {
 
     Variables variables(ctx, &lookup_cache_);
     int step;
-    OP_REQUIRES_OK(
-        ctx, variables.Find("step", increment_ ? Variables::Access::kWrite
-                                               : Variables::Access::kRead,
-                            &step));
+    OP_REQUIRES_OK(ctx, variables.Find("step",
+                                       increment_ ? Variables::Access::kWrite
+                                                  : Variables::Access::kRead,
+                                       &step));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, CheckStep(variables, step));
     std::shared_ptr<Gate> gate;
@@ -236,16 +208,16 @@ class StalenessCompleteOp : public OpKernel {
   bool increment_;
 };
 
-#define WRAPOPT_REGISTER(op, Kernel)                                       \
+#define WRAPOPT_REGISTER(op, Kernel)                                          \
   REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op).Device(tensorflow::DEVICE_CPU), \
-                          Kernel);                                         \
-  REGISTER_KERNEL_BUILDER(                                                 \
+                          Kernel);                                            \
+  REGISTER_KERNEL_BUILDER(                                                    \
       Name("Wrapopt>" op "Ref").Device(tensorflow::DEVICE_CPU), Kernel)
 
-WRAPOPT_REGISTER("StalenessRecord", StalenessRecordOp);
-WRAPOPT_REGISTER("StalenessGate", StalenessGateOp);
+WRAPOPT_REGISTER("StalenessRecord", FunctionKernel<StalenessRecord>);
+WRAPOPT_REGISTER("StalenessGate", FunctionKernel<StalenessGate>);
 WRAPOPT_REGISTER("StalenessComplete", StalenessCompleteOp);
-WRAPOPT_REGISTER("BeginUpdate", BeginUpdateOp);
+WRAPOPT_REGISTER("BeginUpdate", FunctionKernel<BeginUpdate>);
 
 #undef WRAPOPT_REGISTER
 
