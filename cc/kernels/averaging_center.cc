@@ -50,9 +50,9 @@ absl::Status MakeRoom(OpKernelContext* ctx, size_t outer, Center* center) {
 
 // One pass over memory. D = center - mean in the scratch array, which is the
 // gradient of a step with Nesterov's momentum.
-absl::Status StepOf(OpKernelContext* ctx, double lr, double momentum,
-                    const Tensor& mean, Tensor* center, Tensor* velocity,
-                    Isa isa) {
+absl::Status OuterStepOf(OpKernelContext* ctx, double lr, double momentum,
+                         const Tensor& mean, Tensor* center, Tensor* velocity,
+                         Isa isa) {
   const Number number = NumberOf(center->dtype());
   const size_t bytes = SizeOf(number);
   const double plus[] = {1, 1}, minus[] = {-1, 0}, step[] = {lr, momentum, 1};
@@ -68,9 +68,9 @@ absl::Status StepOf(OpKernelContext* ctx, double lr, double momentum,
   return RunPass(ctx, pass);
 }
 
-absl::Status Step(OpKernelContext* ctx, const std::string& subject,
-                  Center* center, double lr, double momentum, int64_t stepped,
-                  Isa isa) {
+absl::Status OuterStep(OpKernelContext* ctx, const std::string& subject,
+                       Center* center, double lr, double momentum,
+                       int64_t stepped, Isa isa) {
   const size_t n = center->values.size();
   // No member had values.
   if (n > 0 && center->weight == 0) return absl::OkStatus();
@@ -89,9 +89,9 @@ absl::Status Step(OpKernelContext* ctx, const std::string& subject,
     if (i >= outer) {
       center->values[i] = std::move(center->mean[i]);
     } else {
-      TF_RETURN_IF_ERROR(StepOf(ctx, lr, momentum, center->mean[i],
-                                &center->values[i], &center->velocities[i],
-                                isa));
+      TF_RETURN_IF_ERROR(OuterStepOf(ctx, lr, momentum, center->mean[i],
+                                     &center->values[i], &center->velocities[i],
+                                     isa));
     }
   }
   center->ForgetMean();
@@ -126,7 +126,7 @@ absl::Status AveragingOuterStep(OpKernelContext* ctx, Isa isa) {
   if (is_open) {
     TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
     TF_RETURN_IF_ERROR(
-        Step(ctx, rounds->subject(), center, lr, momentum, stepped, isa));
+        OuterStep(ctx, rounds->subject(), center, lr, momentum, stepped, isa));
     TF_RETURN_IF_ERROR(ToStatus(rounds->Next(&after)));
   }
   TF_RETURN_IF_ERROR(WritePlace(ctx, rounds->known().place));

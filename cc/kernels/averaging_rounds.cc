@@ -143,9 +143,9 @@ class AveragingEnterOp : public AsyncOpKernel {
   }
 };
 
-absl::Status CheckValue(const std::string& subject, const Tensor& value,
-                        bool restores, tensorflow::DataType dtype,
-                        int64_t size) {
+absl::Status CheckStagedValue(const std::string& subject, const Tensor& value,
+                              bool restores, tensorflow::DataType dtype,
+                              int64_t size) {
   const bool is_half = value.dtype() == tensorflow::DT_HALF ||
                        value.dtype() == tensorflow::DT_BFLOAT16;
   if (value.dtype() != dtype &&
@@ -160,9 +160,9 @@ absl::Status CheckValue(const std::string& subject, const Tensor& value,
 }
 
 // Needs the lock of the center.
-absl::Status Check(RoundsResource* resource, const std::string& worker,
-                   const Known& known, double weight, int64_t count,
-                   int64_t first, const OpInputList& values) {
+absl::Status CheckStaged(RoundsResource* resource, const std::string& worker,
+                         const Known& known, double weight, int64_t count,
+                         int64_t first, const OpInputList& values) {
   if (!(weight >= 0 && std::isfinite(weight))) {
     return absl::InvalidArgumentError(
         absl::StrCat("weight of worker ", InQuotes(worker),
@@ -198,7 +198,7 @@ absl::Status Check(RoundsResource* resource, const std::string& worker,
   }
   for (int i = 0; i < values.size(); ++i) {
     const int64_t vector = (first + i) % n;
-    TF_RETURN_IF_ERROR(CheckValue(
+    TF_RETURN_IF_ERROR(CheckStagedValue(
         absl::StrCat("value ", first + i, " of worker ", InQuotes(worker)),
         values[i], restores, options.dtypes[vector], options.sizes[vector]));
   }
@@ -226,7 +226,7 @@ absl::Status AveragingStage(OpKernelContext* ctx, Isa isa) {
   // Meanwhile nobody restores another center.
   std::lock_guard<std::mutex> lock(resource->center()->mu);
   TF_RETURN_IF_ERROR(
-      Check(resource.get(), worker, known, weight, count, first, values));
+      CheckStaged(resource.get(), worker, known, weight, count, first, values));
   TF_RETURN_IF_ERROR(
       WriteScalar(ctx, "accepted",
                   resource->rounds()->Stage(worker, known, weight, count, first,

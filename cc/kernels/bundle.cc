@@ -24,7 +24,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::ResourceHandle;
 using tensorflow::Tensor;
 
-absl::Status Bundle(OpKernelContext* ctx) {
+absl::Status ComputeBundle(OpKernelContext* ctx) {
   Tensor* handles;
   TF_RETURN_IF_ERROR(ctx->allocate_output(0, {ctx->num_inputs()}, &handles));
   auto to = handles->vec<ResourceHandle>();
@@ -82,8 +82,8 @@ class BundleByNameOp : public OpKernel {
 };
 
 const bool bundle_registered =
-    RegisterKernel<FunctionKernel<Bundle>>("Wrapopt>Bundle",
-                                           {"variables", "handles"}) &&
+    RegisterKernel<FunctionKernel<ComputeBundle>>("Wrapopt>Bundle",
+                                                  {"variables", "handles"}) &&
     RegisterKernel<BundleByNameOp>("Wrapopt>BundleByName", {"handles"});
 
 }  // namespace

@@ -12,7 +12,8 @@ namespace {
 using tensorflow::OpKernelContext;
 
 // For resource and ref variables: `Variables` handles the difference.
-absl::Status Exchange(OpKernelContext* ctx, Variables::LookupCache* cache) {
+absl::Status ComputeExchange(OpKernelContext* ctx,
+                             Variables::LookupCache* cache) {
   Variables variables(ctx, cache);
   int a, b;
   TF_RETURN_IF_ERROR(variables.Find("a", Variables::Access::kWrite, &a));
@@ -30,8 +31,9 @@ absl::Status Exchange(OpKernelContext* ctx, Variables::LookupCache* cache) {
 }
 
 const bool exchange_registered =
-    RegisterKernel<FunctionKernel<Exchange>>("Wrapopt>Exchange", {"a", "b"}) &&
-    RegisterKernel<FunctionKernel<Exchange>>("Wrapopt>ExchangeRef", {});
+    RegisterKernel<FunctionKernel<ComputeExchange>>("Wrapopt>Exchange",
+                                                    {"a", "b"}) &&
+    RegisterKernel<FunctionKernel<ComputeExchange>>("Wrapopt>ExchangeRef", {});
 
 }  // namespace
 }  // namespace wrapopt

@@ -16,7 +16,7 @@ namespace {
 using tensorflow::OpKernelContext;
 
 // For resource and ref variables: `Variables` handles the difference.
-absl::Status Move(OpKernelContext* ctx, Variables::LookupCache* cache) {
+absl::Status ComputeMove(OpKernelContext* ctx, Variables::LookupCache* cache) {
   Variables variables(ctx, cache);
   int from, to;
   TF_RETURN_IF_ERROR(variables.Find("from", Variables::Access::kWrite, &from));
@@ -41,8 +41,8 @@ absl::Status Move(OpKernelContext* ctx, Variables::LookupCache* cache) {
   return absl::OkStatus();
 }
 
-absl::Status CheckInitialized(OpKernelContext* ctx,
-                              Variables::LookupCache* cache) {
+absl::Status ComputeCheckInitialized(OpKernelContext* ctx,
+                                     Variables::LookupCache* cache) {
   Variables variables(ctx, cache);
   int first;
   TF_RETURN_IF_ERROR(
@@ -52,12 +52,13 @@ absl::Status CheckInitialized(OpKernelContext* ctx,
 }
 
 const bool move_registered =
-    RegisterKernel<FunctionKernel<Move>>("Wrapopt>Move",
-                                         {"from", "to", "replaced"}) &&
-    RegisterKernel<FunctionKernel<Move>>("Wrapopt>MoveRef", {"replaced"}) &&
-    RegisterKernel<FunctionKernel<CheckInitialized>>("Wrapopt>CheckInitialized",
-                                                     {"variables"}) &&
-    RegisterKernel<FunctionKernel<CheckInitialized>>(
+    RegisterKernel<FunctionKernel<ComputeMove>>("Wrapopt>Move",
+                                                {"from", "to", "replaced"}) &&
+    RegisterKernel<FunctionKernel<ComputeMove>>("Wrapopt>MoveRef",
+                                                {"replaced"}) &&
+    RegisterKernel<FunctionKernel<ComputeCheckInitialized>>(
+        "Wrapopt>CheckInitialized", {"variables"}) &&
+    RegisterKernel<FunctionKernel<ComputeCheckInitialized>>(
         "Wrapopt>CheckInitializedRef", {});
 
 }  // namespace
