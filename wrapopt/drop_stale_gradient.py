@@ -61,9 +61,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   which cost memory: see the guide "Training with several workers". The state of
   a policy is in slots of this optimizer, with the same names in checkpoints:
   `mean_square` and `step_size`, float32 for low precision, else of the
-  variable's dtype. One native op compensates, takes the step and averages,
-  under the lock of the step. If there is none for the inner optimizer,
-  gradients are compensated before its step, without a lock.
+  variable's dtype. TensorFlow's ops compensate before the inner optimizer's
+  step, in float32 for low precision. A native op takes the gradient as it is;
+  another step takes it rounded to its dtype. If the variables are those of a
+  `tf.distribute.ParameterServerStrategy`, a lock covers all of it. Elsewhere,
+  in sessions and in threads, steps do not wait for each other: another one may
+  come between the compensation and the step.
 
   TensorBoard shows `drop_rate` of `staleness_stats` as
   `Gradient_staleness_percentage`, a number in [0, 1].

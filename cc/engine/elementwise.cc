@@ -230,8 +230,7 @@ MoveRowsFn FindMoveRows(Number shadows, Number values, Isa isa) {
 
 void Pass::AddStage(const Stage& stage) {
   if (stage.scratch >= 0) {
-    scratches_.push_back(
-        {operands_per_variable_ + stage.scratch, stage.which});
+    scratches_.push_back(operands_per_variable_ + stage.scratch);
   }
   stages_.push_back(stage);
   operands_per_variable_ += stage.operands;
@@ -258,7 +257,7 @@ bool Pass::is_idle() const {
 }
 
 void Pass::Run(size_t begin, size_t end) const {
-  alignas(kLine) std::byte scratch[kScratches][kBlock * sizeof(double)] = {};
+  alignas(kLine) std::byte scratch[kBlock * sizeof(double)] = {};
   std::vector<void*> own;  // Operands, some of them this thread's scratch.
   // The first variable with a block at or after `begin`.
   auto variable = std::upper_bound(
@@ -277,11 +276,10 @@ void Pass::Run(size_t begin, size_t end) const {
         // A step indexes by elements of the variable, and its element `from` is
         // the first of the scratch. The address of element 0 may be invalid, so
         // it is an integer, not a pointer.
-        for (const Scratch& is : scratches_) {
-          const uintptr_t element_0 =
-              reinterpret_cast<uintptr_t>(scratch[is.which]) -
-              from * scratch_bytes_;
-          own[is.operand] = reinterpret_cast<void*>(element_0);
+        const uintptr_t element_0 =
+            reinterpret_cast<uintptr_t>(scratch) - from * scratch_bytes_;
+        for (const int operand : scratches_) {
+          own[operand] = reinterpret_cast<void*>(element_0);
         }
         operands = own.data();
       }

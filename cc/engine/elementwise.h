@@ -106,7 +106,7 @@ inline void PrefetchRows(const void* array, size_t bytes, const int64_t* rows,
 // several stages use, such as the value of K averages, is read from memory
 // once.
 //
-// Stages may pass numbers on in scratch arrays that stay in the cache: each
+// Stages may pass numbers on in a scratch array that stays in the cache: it
 // holds one block, and each thread has its own.
 class Pass {
  public:
@@ -121,24 +121,21 @@ class Pass {
     int operands;
     size_t bytes;  // The memory traffic of one element.
     bool new_inputs;  // False if an earlier stage has read them.
-    int scratch = -1;  // The index of a scratch array among its operands.
-    int which = 0;     // Which one: less than kScratches.
+    int scratch = -1;  // The index of the scratch array among its operands.
 
     // Whether the stage changes nothing: cc/rules/ema.h with a rate of 0. Then
     // a pass does not run it, and neither reads nor writes its arrays.
     bool is_idle() const { return step.rule == RuleId::kEma && *scalars == 0; }
   };
 
-  static constexpr int kScratches = 2;
-
-  // `scratch` is the type of the scratch arrays.
+  // `scratch` is the type of the scratch array.
   explicit Pass(Number scratch = Number::kFloat)
       : scratch_bytes_(SizeOf(scratch)) {}
 
   void AddStage(const Stage& stage);
 
   // `operands` are those of the first stage, then of the second, and so on;
-  // nullptr for a scratch array.
+  // nullptr for the scratch array.
   void AddVariable(size_t elements, const std::vector<void*>& operands);
 
   // The number of blocks of all variables.
@@ -171,13 +168,8 @@ class Pass {
     size_t end;  // One past its last block.
   };
 
-  struct Scratch {
-    int operand;  // Its index among a variable's operands.
-    int which;
-  };
-
   const size_t scratch_bytes_;  // Bytes of a scratch element.
-  std::vector<Scratch> scratches_;
+  std::vector<int> scratches_;  // Its indices among a variable's operands.
   int operands_per_variable_ = 0;
   std::vector<Stage> stages_;
   std::vector<Variable> variables_;

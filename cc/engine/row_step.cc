@@ -35,8 +35,7 @@ RowStep::RowStep(const RuleInfo& rule, Number states, Number grads, Isa isa)
 void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
                   int64_t rows, int64_t elements, const void* grads,
                   const SparseRows& sorted, const double* scalars,
-                  const std::vector<LazyAverage>& averages,
-                  const RowCompensation* compensated) const {
+                  const std::vector<LazyAverage>& averages) const {
   if (elements == 0) return;
   const int64_t row = elements / rows;
 
@@ -49,44 +48,10 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
     operands[states.size()] = const_cast<void*>(grad);
     step(operands, scalars, 0, end - begin, Ahead());
   };
-  // As apply_row below.
-  auto apply_compensated = [&](int64_t j, int64_t next_j, int64_t begin,
-                               int64_t end) {
-    const int64_t first = sorted[j].row * row;
-    const Compensation& compensation = *compensated->compensation;
-    const size_t compute_bytes = SizeOf(compensation.compute());
-    alignas(64) double sums[kBlock], grad[kBlock], before[kBlock];
-    std::vector<void*> memory(compensated->memory.size());
-    for (int64_t next; begin < end; begin = next) {
-      next = std::min(begin + kBlock, end);
-      const int64_t at = sorted[j].position * row + begin;
-      const bool is_sum = next_j > j + 1;
-      if (is_sum) sum_(sums, grads, row, &sorted[j], next_j - j, begin, next);
-      for (size_t m = 0; m < memory.size(); ++m) {
-        memory[m] = static_cast<char*>(compensated->memory[m]) +
-                    (first + begin) * compute_bytes;
-      }
-      void* const var =
-          static_cast<char*>(states[0]) + (first + begin) * bytes_;
-      compensation.Before(
-          compensated->scalars, var,
-          static_cast<const char*>(compensated->origins) + at * bytes_,
-          is_sum ? static_cast<const void*>(sums)
-                 : static_cast<const char*>(grads) + at * grad_bytes_,
-          is_sum, memory.data(), next - begin, grad, before);
-      apply(sum_step_.loop, grad, first + begin, first + next);
-      compensation.After(compensated->scalars, var, memory.data(),
-                         next - begin, before);
-    }
-  };
   // Takes the step for elements [begin, end) of one row, whose gradients are
   // [j, next_j).
   auto apply_row = [&](int64_t j, int64_t next_j, int64_t begin, int64_t end) {
     const int64_t first = sorted[j].row * row;
-    if (compensated != nullptr) {
-      apply_compensated(j, next_j, begin, end);
-      return;
-    }
     if (next_j == j + 1) {
       apply(step_.loop,
             static_cast<const char*>(grads) +
@@ -112,12 +77,6 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
       positions[count++] = sorted[j].position;
     }
     PrefetchRows(grads, row * grad_bytes_, positions, count);
-    if (compensated == nullptr) return;
-    PrefetchRows(compensated->origins, row * bytes_, positions, count);
-    for (const void* const state : compensated->memory) {
-      PrefetchRows(state, row * SizeOf(compensated->compensation->compute()),
-                   group.rows, group.count);
-    }
   };
 
   if (rule_->sparse == Sparse::kRows) {

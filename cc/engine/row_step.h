@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "cc/engine/compensation.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/lazy_average.h"
@@ -17,15 +16,6 @@
 
 namespace wrapopt {
 
-// The compensation of the gradients of a variable for their age.
-struct RowCompensation {
-  const Compensation* compensation;
-  const double* scalars;
-  // Rows of weights, in the order of the gradients. The first of a row counts.
-  const void* origins;
-  std::vector<void*> memory;
-};
-
 class RowStep {
  public:
   RowStep() = default;
@@ -33,13 +23,11 @@ class RowStep {
   RowStep(const RuleInfo& rule, Number states, Number grads, Isa isa);
 
   // Sums the gradients of each row, and takes the step with the sum while it is
-  // in the first-level cache. `grads` are in the order of the input. If
-  // `compensated` is given, the sum is compensated first.
+  // in the first-level cache. `grads` are in the order of the input.
   void Run(const Threads& threads, const std::vector<void*>& states,
            int64_t rows, int64_t elements, const void* grads,
            const SparseRows& sorted, const double* scalars,
-           const std::vector<LazyAverage>& averages,
-           const RowCompensation* compensated = nullptr) const;
+           const std::vector<LazyAverage>& averages) const;
 
  private:
   const RuleInfo* rule_ = nullptr;

@@ -1,10 +1,10 @@
 // The GPU kernels: every rule, in float and in double, over the arrays of many
 // variables, and the averages of its result.
 //
-// NVRTC compiles this for each GPU, once for each Kind in cc/gpu/images.h:
-// with small tables, with large ones (WRAPOPT_LARGE), and with a policy around
-// the step (WRAPOPT_COMPENSATED). For another compiler, define these four
-// macros, and threadIdx, blockIdx and gridDim, before the include.
+// NVRTC compiles this for each GPU, once for each Kind in cc/gpu/images.h: with
+// small tables, and with large ones (WRAPOPT_LARGE). For another compiler,
+// define these four macros, and threadIdx, blockIdx and gridDim, before the
+// include.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -15,15 +15,9 @@
 #include "cc/rules/rules.h"
 
 #if !defined(WRAPOPT_KERNEL)
-#if defined(WRAPOPT_COMPENSATED)
-// At most 128 registers, so that two blocks share a multiprocessor. Other
-// kernels take no more by themselves, and many take fewer.
-#define WRAPOPT_BOUNDS __launch_bounds__(wrapopt::gpu::kThreads, 2)
-#else
-#define WRAPOPT_BOUNDS __launch_bounds__(wrapopt::gpu::kThreads)
-#endif
-#define WRAPOPT_KERNEL(...) \
-  extern "C" __global__ void WRAPOPT_BOUNDS __VA_ARGS__
+#define WRAPOPT_KERNEL(...)                                            \
+  extern "C" __global__ void __launch_bounds__(wrapopt::gpu::kThreads) \
+      __VA_ARGS__
 #define WRAPOPT_DEVICE __device__ __forceinline__
 #define WRAPOPT_BARRIER() __syncthreads()
 #if __CUDA_ARCH__ >= 700
@@ -35,15 +29,12 @@
 
 #if defined(WRAPOPT_LARGE)
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_large_##name##_##type
-#elif defined(WRAPOPT_COMPENSATED)
-#define WRAPOPT_KERNEL_NAME(name, type) wrapopt_compensated_##name##_##type
 #else
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_small_##name##_##type
 #endif
 
-// They use the macros of the above.
+// Uses the macros of the above.
 #include "cc/gpu/access.h"
-#include "cc/gpu/compensation.h"
 
 namespace wrapopt {
 namespace gpu {
@@ -59,15 +50,13 @@ using TheSumTable = SmallSumTable;
 using TheMarkTable = SmallMarkTable;
 #endif
 
-// The value that a rule's step leaves in state 0. The arrays and scalars of the
-// policy follow those of the rule.
+// The value that a rule's step leaves in state 0.
 template <class Rule, RuleId kRule>
 struct StepOf {
   static constexpr size_t kStates = CountNames(Info(kRule).states);
   static constexpr size_t kScalars = CountNames(Info(kRule).scalars);
   static constexpr size_t kGrad = kStates;
-  static constexpr size_t kArrays = kGrad + 1 + ThePolicy::kArrays;
-  static constexpr size_t kFirstMember = kScalars + ThePolicy::kScalars;
+  static constexpr size_t kArrays = kGrad + 1;
   // If a step changes all rows, no target is lazy.
   static constexpr bool kMayBeLazy = MayUpdateRows(kRule);
   static constexpr bool kIsStep = true;
@@ -99,14 +88,11 @@ struct StepOf {
     (access.Load(arrays.Find<Compute>(s, state), state, &raw[s]), ...);
     LoadInput(access, arrays.FindInput<Compute>(kGrad, input), input,
               &raw[kGrad]);
-    typename ThePolicy::template Of<Compute, Access> policy(
-        header, words + kScalars, arrays.From(kGrad + 1), access);
     Compute k[kScalars];
     (Read(words[c], &k[c]), ...);
     Compute x[kGrad + 1][Access::kCount];
     (Access::Unpack(raw[s], state, x[s]), ...);
     Access::Unpack(raw[kGrad], input, x[kGrad]);
-    policy.Before(x[0], x[kGrad]);
 #pragma unroll
     for (int j = 0; j < Access::kCount; ++j) {
       Rule::Step(x[s][j]..., x[kGrad][j], k[c]...);
@@ -115,14 +101,13 @@ struct StepOf {
     (access.Store(arrays.Find<Compute>(s, state), state, raw[s]), ...);
     // The average is of the stored, rounded value.
     Access::Unpack(raw[0], state, value);
-    policy.After(value);
   }
 };
 
 // The weighted sum of the sources.
 struct SumOfSources {
   static constexpr size_t kArrays = 0;
-  static constexpr size_t kFirstMember = 0;
+  static constexpr size_t kScalars = 0;
   static constexpr bool kMayBeLazy = true;
   static constexpr bool kIsStep = true;
 
@@ -248,8 +233,8 @@ template <class Value, class Compute, class Access>
 WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
                            const Access& access) {
   const Header& header = table.header;
-  const Word* const members = table.words + Value::kFirstMember +
-                              header.sources * kWordsPerMember;
+  const Word* const members =
+      table.words + Value::kScalars + header.sources * kWordsPerMember;
   const Arrays of_targets = arrays.From(Value::kArrays + header.sources);
   // A step's lazy targets are taken one by one: so they cost the others no
   // register.
@@ -275,7 +260,7 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
   const bool is_lazy = Value::kMayBeLazy && header.is_lazy;
   const size_t count =
       Value::kArrays + header.sources + header.targets * (is_lazy ? 3 : 1);
-  const Word* const bases = table.words + Value::kFirstMember +
+  const Word* const bases = table.words + Value::kScalars +
                             (header.sources + header.targets) * kWordsPerMember;
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
@@ -393,8 +378,6 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
   WRAPOPT_KERNELS_OF(rule, wrapopt::gpu::StepOf##rule)
 WRAPOPT_UPDATES(WRAPOPT_RULE_KERNELS)
 
-#if !defined(WRAPOPT_COMPENSATED)
-
 WRAPOPT_KERNELS_OF(Average, wrapopt::gpu::SumOfSources)
 
 WRAPOPT_KERNELS_OF(CatchUp, wrapopt::gpu::NoStep)
@@ -412,5 +395,3 @@ WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Mark, double)(
     WRAPOPT_TABLE(wrapopt::gpu::TheMarkTable) table)) {
   wrapopt::gpu::MarkRows(table);
 }
-
-#endif  // !defined(WRAPOPT_COMPENSATED)

@@ -35,8 +35,6 @@ std::string NameOf(Kind kind) {
       return "small";
     case Kind::kLarge:
       return "large";
-    case Kind::kCompensated:
-      return "compensated";
   }
   return "";
 }
@@ -79,11 +77,6 @@ std::string Expand(const Image& image, std::string* expanded) {
 const Image* ChooseImage(const DeviceInfo& device, Kind kind) {
   if (kind == Kind::kLarge &&
       (device.compute_capability < 70 || device.driver < 12010)) {
-    return nullptr;
-  }
-  if (kind == Kind::kCompensated &&
-      ChooseImage(device, Kind::kSmall) == nullptr &&
-      ChooseImage(device, Kind::kLarge) == nullptr) {
     return nullptr;
   }
   const Image* best = nullptr;

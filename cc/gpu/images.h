@@ -13,12 +13,10 @@ namespace gpu {
 
 // The kind of kernels in an image.
 enum class Kind {
-  kSmall,        // They take small tables.
-  kLarge,        // They take large tables.
-  kCompensated,  // They take small tables, and gradients are compensated.
+  kSmall,  // They take small tables.
+  kLarge,  // They take large tables.
 };
-inline constexpr Kind kKinds[] = {Kind::kSmall, Kind::kLarge,
-                                  Kind::kCompensated};
+inline constexpr Kind kKinds[] = {Kind::kSmall, Kind::kLarge};
 
 // "small" for kSmall.
 std::string NameOf(Kind kind);
@@ -42,8 +40,7 @@ std::string Expand(const Image& image, std::string* expanded);
 const std::vector<Image>& Images();
 
 // The image of a kind for a GPU, or nullptr. Large tables need compute
-// capability 7.0 and a driver for CUDA 12.1. A GPU without the other kinds has
-// no kCompensated.
+// capability 7.0 and a driver for CUDA 12.1.
 const Image* ChooseImage(const DeviceInfo& device, Kind kind);
 
 // The error text if there is no image for a GPU.

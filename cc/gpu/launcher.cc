@@ -86,14 +86,6 @@ class Launches {
     for (const double scalar : update.scalars) {
       prefix_.push_back(ToWord(scalar, update.is_double));
     }
-    if (update.policy != nullptr) {
-      for (size_t c = 0; c < kMostPolicyScalars; ++c) {
-        prefix_.push_back(ToWord(c < update.policy_scalars.size()
-                                     ? update.policy_scalars[c]
-                                     : 0,
-                                 update.is_double));
-      }
-    }
     for (const auto* members : {&update.sources, &update.targets}) {
       for (const Update::Member& member : *members) {
         prefix_.push_back(ToWord(member.scalar, update.is_double));
@@ -105,12 +97,6 @@ class Launches {
       ranges_.resize(CountNames(info.states), Range(SizeOf(update.state)));
       ranges_.resize(ranges_.size() + CountNames(info.inputs),
                      Range(SizeOf(update.input)));
-    }
-    if (update.policy != nullptr) {
-      ranges_.emplace_back(SizeOf(update.state));
-      ranges_.resize(
-          ranges_.size() + kMostPolicyStates,
-          Range(update.is_double ? sizeof(double) : sizeof(float)));
     }
     for (const auto* members : {&update.sources, &update.targets}) {
       for (const Update::Member& member : *members) {
@@ -140,7 +126,6 @@ class Launches {
 
  private:
   Kind ChooseKind() const {
-    if (update_.policy != nullptr) return Kind::kCompensated;
     // Launches with small tables cost less.
     const bool fits_small = left_ <= MostVariables<SmallTable>();
     return loaded_.Has(Kind::kLarge) &&
@@ -281,10 +266,7 @@ class Launches {
                     static_cast<uint8_t>(update_.state),
                     static_cast<uint8_t>(update_.input),
                     is_dense,
-                    is_lazy(),
-                    static_cast<uint8_t>(
-                        update_.policy == nullptr ? RuleId()
-                                                  : update_.policy->rule)};
+                    is_lazy()};
     Function function;
     const std::string error =
         loaded_.Find(update_.rule.has_value() ? static_cast<int>(*update_.rule)

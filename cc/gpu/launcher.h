@@ -33,9 +33,6 @@ struct Update {
   Number state = Number::kFloat;
   Number input = Number::kFloat;
   std::vector<double> scalars;
-  // If the gradients are compensated for their age: one of kPolicies.
-  const PolicyInfo* policy = nullptr;
-  std::vector<double> policy_scalars;
   std::vector<Member> sources;
   std::vector<Member> targets;
   // False: lazy targets catch up with the only source, and no step is taken.
@@ -48,10 +45,7 @@ struct Update {
   // The number of elements of each variable.
   std::vector<uint64_t> elements;
   // The number of arrays of a variable: states, inputs, sources, targets. The
-  // address 0 of an input means zeros. Those of a policy follow the inputs: the
-  // weights that the gradient was computed from, and its states, at the address
-  // 0 those that it lacks to have kMostPolicyStates. If the weights are at the
-  // address 0, the variable's gradient is not compensated.
+  // address 0 of an input means zeros.
   size_t arrays = 0;
   std::vector<Address> addresses;
   // If the targets are lazy: of how many elements its rows are, at most

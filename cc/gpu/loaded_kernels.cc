@@ -67,7 +67,10 @@ std::string LoadedKernels::Find(int kernel, bool is_double, Kind kind,
 
 std::string LoadedKernels::Init() {
   const std::lock_guard<std::mutex> lock(mu_);
-  if (Has(Kind::kCompensated)) return "";
+  const auto has_any = [this] {
+    return Has(Kind::kSmall) || Has(Kind::kLarge);
+  };
+  if (has_any()) return "";
   Device device;
   const Result result = GetDriver().CtxGetDevice(&device);
   if (result != 0) return ErrorText("cuCtxGetDevice", result);
@@ -76,7 +79,7 @@ std::string LoadedKernels::Init() {
   for (const Kind kind : kKinds) {
     images_[static_cast<int>(kind)] = ChooseImage(device_, kind);
   }
-  return Has(Kind::kCompensated) ? "" : NoImage(device_);
+  return has_any() ? "" : NoImage(device_);
 }
 
 }  // namespace gpu

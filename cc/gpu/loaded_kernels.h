@@ -13,8 +13,7 @@
 namespace wrapopt {
 namespace gpu {
 
-// The index of an update rule's kernel is its RuleId. These are the others,
-// which images of compensated steps do not have.
+// The index of an update rule's kernel is its RuleId. These are the others.
 constexpr int kAverage = std::size(kRulesById);
 constexpr int kCatchUp = kAverage + 1;
 constexpr int kSum = kCatchUp + 1;

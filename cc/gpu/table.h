@@ -12,8 +12,7 @@
 //           variable's sources;
 //   each of its targets moves towards `value` by the rule Ema.
 //
-// The arrays of a variable are states, inputs, those of a policy that
-// compensates the gradient, sources and targets.
+// The arrays of a variable are states, inputs, sources and targets.
 #ifndef WRAPOPT_CC_GPU_TABLE_H_
 #define WRAPOPT_CC_GPU_TABLE_H_
 
@@ -21,7 +20,6 @@
 #include <cstdint>
 
 #include "cc/engine/number.h"
-#include "cc/rules/rules.h"
 
 namespace wrapopt {
 namespace gpu {
@@ -57,13 +55,11 @@ struct Header {
   // each of its accesses is 512 bytes without gaps.
   uint8_t is_dense : 1;
   uint8_t is_lazy : 1;  // Whether the targets are.
-  uint8_t policy : 6;   // Its RuleId, for a kernel that compensates.
 };
-static_assert(sizeof(kRulesById) / sizeof(*kRulesById) <= 64);
 
 // The words of a table:
 //
-//   the scalars of the rule, and of the policy;
+//   the scalars of the rule;
 //   for each source and target: its weight or rate, and its Number;
 //   for each array: its base, the lowest address of the variables' arrays;
 //

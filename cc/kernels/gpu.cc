@@ -52,8 +52,7 @@ absl::Status ZeroOnGpu(OpKernelContext* ctx, Tensor* tensor) {
 // A pass is the step of a rule or a weighted sum, then averages of what came
 // out, or averages alone.
 absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass,
-                          const LazyRows* lazy,
-                          const CompensationOnGpu& compensation) {
+                          const LazyRows* lazy) {
   // Rows that lag behind may have to catch up.
   const auto is_idle = [lazy](const Pass::Stage& stage) {
     return lazy == nullptr && stage.is_idle();
@@ -63,8 +62,6 @@ absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass,
   }
   gpu::Update update;
   update.is_double = pass.stages().front().step.state == Number::kDouble;
-  update.policy = compensation.policy;
-  update.policy_scalars = compensation.scalars;
   // Indices of the update's arrays among a variable's operands.
   std::vector<int> arrays, targets;
   int operand = 0;

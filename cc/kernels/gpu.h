@@ -36,18 +36,8 @@ struct LazyRows {
   bool is_step = true;  // False if the averages only catch up.
 };
 
-// The compensation of the gradients of a pass for their age, if there is one.
-// The stage of the rule's step has kPolicyOperands more operands then: see
-// gpu::Update::arrays.
-struct CompensationOnGpu {
-  const PolicyInfo* policy = nullptr;
-  std::vector<double> scalars;
-};
-constexpr int kPolicyOperands = 1 + static_cast<int>(kMostPolicyStates);
-
 absl::Status RunPassOnGpu(tensorflow::OpKernelContext* ctx, const Pass& pass,
-                          const LazyRows* lazy = nullptr,
-                          const CompensationOnGpu& compensation = {});
+                          const LazyRows* lazy = nullptr);
 
 absl::Status MarkRowsOnGpu(tensorflow::OpKernelContext* ctx,
                            const gpu::RowMarks& marks);

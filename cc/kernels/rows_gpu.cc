@@ -30,8 +30,7 @@ absl::Status RowsOnGpu::Find(tensorflow::OpKernelContext* ctx,
   for (int64_t j = 0; j < sorted.size(); ++j) {
     const int64_t position = sorted[j].position;
     if (sorted.BeginsRow(j)) {
-      rows.push_back({sorted[j].row, At(values.data(), position * grad_bytes),
-                      position});
+      rows.push_back({sorted[j].row, At(values.data(), position * grad_bytes)});
       if (are_sums) sum.runs.push_back({sum.runs.size(), {}});
     }
     if (are_sums) sum.runs.back().grads.push_back(position);
@@ -57,11 +56,8 @@ absl::Status RowsOnGpu::Find(tensorflow::OpKernelContext* ctx,
 absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
                            const std::vector<RowsUpdate>& updates) const {
   const int64_t bytes = SizeOf(step.state);
-  const int64_t compute_bytes = SizeOf(sum_step.input);
   const bool lazy = averages.lazy();
-  const bool is_compensated = compensation.policy != nullptr;
-  const int operands_of_step = static_cast<int>(CountNames(rule.states)) + 1 +
-                               (is_compensated ? kPolicyOperands : 0);
+  const int operands_of_step = static_cast<int>(CountNames(rule.states)) + 1;
   gpu::RowMarks marks;
   for (const bool summed : {false, true}) {
     Pass pass;
@@ -82,18 +78,6 @@ absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
         }
         operands.push_back(first == nullptr ? kNoRows
                                             : const_cast<void*>(first->grad));
-        if (is_compensated) {
-          operands.push_back(first == nullptr
-                                 ? kNoRows
-                                 : At(update.origins,
-                                      first->first * row * bytes));
-          // Without an origin, the kernel leaves them alone.
-          for (void* const state : update.memory) {
-            operands.push_back(state == nullptr
-                                   ? kNoRows
-                                   : At(state, begin * row * compute_bytes));
-          }
-        }
         if (lazy) {
           AddLazyRows(update.averages, begin, end, &operands, &lazy_rows);
         }
@@ -105,8 +89,7 @@ absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
         return (!lazy || AreAsOne(row)) && next.index == last.index + 1 &&
                static_cast<const char*>(next.grad) -
                        static_cast<const char*>(last.grad) ==
-                   grads.grad_bytes &&
-               (!is_compensated || next.first == last.first + 1);
+                   grads.grad_bytes;
       };
       int64_t next = 0;
       std::vector<int64_t> touched;
@@ -122,8 +105,7 @@ absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
       if (rule.sparse == Sparse::kAll) add(nullptr, next, update.rows);
       if (lazy) AddMarks(update.averages, touched, &marks);
     }
-    TF_RETURN_IF_ERROR(RunPassOnGpu(ctx, pass, lazy ? &lazy_rows : nullptr,
-                                    compensation));
+    TF_RETURN_IF_ERROR(RunPassOnGpu(ctx, pass, lazy ? &lazy_rows : nullptr));
   }
   return lazy ? MarkRowsOnGpu(ctx, marks) : absl::OkStatus();
 }

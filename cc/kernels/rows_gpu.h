@@ -25,7 +25,6 @@ struct RowsOnGpu {
   struct Row {
     int64_t index;
     const void* grad;
-    int64_t first;  // The place of its first gradient in the input.
   };
 
   // If a row has several gradients in `values`, it sums those of all rows.
@@ -46,10 +45,6 @@ struct RowsUpdate {
   const RowsOnGpu* grads;
   int64_t rows, row_elements;  // Of the variable.
   std::vector<void*> states;
-  // If gradients are compensated: rows of weights, in the order of the input,
-  // and kMostPolicyStates arrays, of which some may be nullptr.
-  const void* origins = nullptr;
-  std::vector<void*> memory;
   std::vector<LazyAverage> averages;  // Those that are lazy.
 };
 
@@ -61,7 +56,6 @@ struct RowsStep {
   const double* scalars;
   const Averages& averages;
   const std::vector<double>& rates;
-  CompensationOnGpu compensation;
 
   absl::Status Run(tensorflow::OpKernelContext* ctx,
                    const std::vector<RowsUpdate>& updates) const;

@@ -42,55 +42,23 @@ absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule) {
       absl::StrCat("rule must be one of ", names, ", got '", name, "'"));
 }
 
-namespace {
-
-absl::Status FindPolicy(absl::string_view name, const PolicyInfo** found) {
-  std::string names;
-  for (const PolicyInfo& policy : kPolicies) {
-    if (name == policy.name()) *found = &policy;
-    absl::StrAppend(&names, ", ", policy.name());
-  }
-  if (*found != nullptr || name.empty()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("policy must be empty or one of ", names.substr(2),
-                   ", got '", name, "'"));
-}
-
-}  // namespace
-
 template <class Context>
 absl::Status ApplyContract::Init(Context* ctx,
                                  const ShadowContract& averages) {
-  std::string rule, policy;
+  std::string rule;
   TF_RETURN_IF_ERROR(ctx->GetAttr("rule", &rule));
   TF_RETURN_IF_ERROR(FindUpdate(rule, &rule_));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("policy", &policy));
-  TF_RETURN_IF_ERROR(FindPolicy(policy, &policy_));
   states_ = absl::StrSplit(rule_->states, ' ');
-  int indices, origins;
-  DataType origin_dtype;
+  int indices;
   TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
   TF_RETURN_IF_ERROR(ctx->GetAttr("NI", &indices));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("NO", &origins));
   TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype_));
   TF_RETURN_IF_ERROR(ctx->GetAttr("G", &grad_dtype_));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("O", &origin_dtype));
   sparse_ = indices > 0;
   if (!FitsLowPrecision(grad_dtype_, dtype_)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "grad must be of dtype ", DataTypeString(dtype_), ", the variables'",
         OrFloat(dtype_), ", got ", DataTypeString(grad_dtype_)));
-  }
-  const int expected = policy_ == nullptr ? 0 : n_;
-  if (origins != expected) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "origins must be ", expected, " tensors for the policy '", policy,
-        "' and N = ", n_, " variables, got ", origins));
-  }
-  if (origins > 0 && origin_dtype != dtype_) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "origins must be of dtype ", DataTypeString(dtype_),
-        ", the variables', got ", DataTypeString(origin_dtype)));
   }
   if (averages.lazy() && !(sparse_ && rule_->sparse == Sparse::kRows)) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -110,7 +78,6 @@ std::vector<VariableList> ApplyContract::Lists(
     const ShadowContract& averages) const {
   std::vector<VariableList> lists;
   for (const absl::string_view state : states_) lists.push_back({state, n_});
-  if (policy_ != nullptr) lists.push_back({"memory", n_ * memory_states()});
   lists.push_back({"shadows", averages.count()});
   lists.push_back({"log_decays", averages.lazy() ? averages.count() : 0,
                    /*is_read=*/false, tensorflow::DT_DOUBLE});
@@ -123,8 +90,7 @@ absl::Status ApplyContract::CheckVariables(
   TF_RETURN_IF_ERROR(averages.CheckLogDecays(
       variables, log_decays(averages), /*values=*/0));
   for (int at = 0; at < shadows(); ++at) {
-    TF_RETURN_IF_ERROR(variables.CheckDtype(
-        at, at < memory(0) ? dtype_ : compute_dtype()));
+    TF_RETURN_IF_ERROR(variables.CheckDtype(at, dtype_));
     TF_RETURN_IF_ERROR(variables.CheckSameShape(at, at % n_));
   }
   return absl::OkStatus();
@@ -132,15 +98,9 @@ absl::Status ApplyContract::CheckVariables(
 
 absl::Status ApplyContract::CheckScalars(
     const PartialTensorShape& shape) const {
-  std::string names(rule_->scalars);
-  if (policy_ != nullptr) {
-    absl::StrAppend(&names, " ", Info(policy_->rule).scalars);
-    if (policy_->measures) {
-      absl::StrAppend(&names, " ", Info(RuleId::kStepSize).scalars);
-    }
-  }
-  return CheckShape("scalars", shape, Vector(rule_scalars() + policy_scalars()),
-                    absl::StrReplaceAll(names, {{" ", ", "}, {"?", ""}}));
+  return CheckShape(
+      "scalars", shape, Vector(scalars()),
+      absl::StrReplaceAll(rule_->scalars, {{" ", ", "}, {"?", ""}}));
 }
 
 absl::Status ApplyContract::CheckRows(const CheckedVariables& variables, int i,
@@ -157,13 +117,6 @@ absl::Status ApplyContract::CheckRows(const CheckedVariables& variables, int i,
                                 " for each of indices[", i, "]"));
 }
 
-absl::Status ApplyContract::CheckOrigins(int i,
-                                         const PartialTensorShape& shape,
-                                         const PartialTensorShape& grad) const {
-  return CheckShape(absl::StrCat("origins[", i, "]"), shape, grad,
-                    absl::StrCat("the shape of grad[", i, "]"));
-}
-
 namespace {
 
 absl::Status ApplyShape(InferenceContext* c, bool ref) {
@@ -172,12 +125,11 @@ absl::Status ApplyShape(InferenceContext* c, bool ref) {
   TF_RETURN_IF_ERROR(averages.Init(c));
   TF_RETURN_IF_ERROR(contract.Init(c, averages));
   InferredInputs inputs(c, ref);
-  std::vector<PartialTensorShape> grads, indices, origins;
+  std::vector<PartialTensorShape> grads, indices;
   PartialTensorShape scalars;
   TF_RETURN_IF_ERROR(inputs.FindVariables(contract.Lists(averages)));
   TF_RETURN_IF_ERROR(inputs.FindTensors("grad", &grads));
   TF_RETURN_IF_ERROR(inputs.FindTensors("indices", &indices));
-  TF_RETURN_IF_ERROR(inputs.FindTensors("origins", &origins));
   TF_RETURN_IF_ERROR(inputs.FindTensor("scalars", &scalars));
   TF_RETURN_IF_ERROR(contract.CheckScalars(scalars));
   TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
@@ -188,9 +140,6 @@ absl::Status ApplyShape(InferenceContext* c, bool ref) {
     TF_RETURN_IF_ERROR(
         contract.sparse() ? contract.CheckRows(inputs, i, grads[i], indices[i])
                           : inputs.CheckSameShape(grads[i], "grad", i, i));
-    if (contract.policy() != nullptr) {
-      TF_RETURN_IF_ERROR(contract.CheckOrigins(i, origins[i], grads[i]));
-    }
   }
   return absl::OkStatus();
 }
@@ -200,35 +149,26 @@ Updates variables by their gradients and averages the result, in one pass over
 memory.
 
 All variables are checked before any is changed. half and bfloat16 are computed
-in float. cc/rules/<rule>.h has the mathematics of a rule and of its scalars,
-cc/rules/compensation.h that of the policies.
+in float. cc/rules/<rule>.h has the mathematics of a rule and of its scalars.
 
-variables: The rule's states, N of each, in the order of cc/rules/rules.h; the
-  policy's states, N of each; N * K averages, K >= 0: all N of the first decay,
-  then all N of the second, and so on; NL log decays. Each has the shape of its
-  variable. A tensor may hold the handles of several variables: see
-  Wrapopt>Bundle.
+variables: The rule's states, N of each, in the order of cc/rules/rules.h; N * K
+  averages, K >= 0: all N of the first decay, then all N of the second, and so
+  on; NL log decays. Each has the shape of its variable. A tensor may hold the
+  handles of several variables: see Wrapopt>Bundle.
 grad: N gradients, each of the shape of its variable.
 indices: Empty. Or N vectors: the row numbers of each gradient. Gradients of one
   row are summed first.
-origins: Empty. Or, with a policy, N tensors: the weights that the gradients
-  were computed from, each of the shape of its gradient. Of the gradients of one
-  row, the first origin counts.
-scalars: The rule's scalars, in the order of cc/rules/rules.h, and then the
-  policy's. A bool is 0 or 1.
+scalars: The rule's scalars, in the order of cc/rules/rules.h. A bool is 0 or 1.
 decays: [K], each in [0, 1]. shadow += (1 - decay) (var - shadow) for the var
   after its update.
 accept: A scalar. If false, nothing changes, and the op returns at once.
 rule: The name of an update rule, such as Adam.
-policy: How gradients are compensated for their age:
-  ConstantDelayCompensation, DelayCompensation or GapAware. Empty: not at all.
 NK: N * K.
 T: dtype of the variables and their slots.
 G: dtype of the gradients: T, or float if T is half or bfloat16.
-O: dtype of the origins: T.
-S: dtype of the averages: T, or float if T is half or bfloat16. The policy's
-  states are of dtype double if T is double, else float.
+S: dtype of the averages: T, or float if T is half or bfloat16.
 use_locking: Whether the variables are locked against other updates.
+policy, NO, O: Only these values: graphs in older files name them.
 )doc";
 
 constexpr char kLazyDoc[] = R"doc(
@@ -242,26 +182,24 @@ tensorflow::OpDefBuilder ApplyBuilder(bool ref) {
   op.Input(ref ? "variables: Ref(V)" : "variables: NV * resource");
   op.Input("grad: N * G");
   op.Input("indices: NI * I");
-  op.Input("origins: NO * O");
   op.Input("scalars: double");
   op.Input("decays: double");
   op.Input("accept: bool");
   op.Attr("rule: string");
-  op.Attr("policy: string = ''");
   op.Attr(ref ? "V: list(" WRAPOPT_NUMBER_TYPES ") >= 1" : "NV: int >= 1");
   op.Attr("N: int >= 1");
   op.Attr("NI: int >= 0");
-  op.Attr("NO: int >= 0");
   op.Attr("NK: int >= 0");
   if (!ref) op.Attr("NL: int >= 0 = 0");
   op.Attr("T: " WRAPOPT_NUMBER_TYPES);
   op.Attr("G: " WRAPOPT_NUMBER_TYPES);
   // With defaults, because there may be none to infer them from.
   op.Attr("I: {int32, int64} = DT_INT64");
-  for (const char* dtype : {"O", "S"}) {
-    op.Attr(absl::StrCat(dtype, ": " WRAPOPT_NUMBER_TYPES " = DT_FLOAT"));
-  }
+  op.Attr("S: " WRAPOPT_NUMBER_TYPES " = DT_FLOAT");
   op.Attr("use_locking: bool = true");
+  op.Attr("policy: {''} = ''");
+  op.Attr("NO: int = 0");
+  op.Attr("O: type = DT_FLOAT");
   op.SetIsStateful();
   op.SetShapeFn([ref](InferenceContext* c) { return ApplyShape(c, ref); });
   op.Doc(absl::StrCat(kApplyDoc, ref ? "" : kLazyDoc + 1));

@@ -18,21 +18,20 @@ namespace wrapopt {
 absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule);
 
 // Apply, except for its shadows. The input "variables" begins with the rule's
-// states, N of each, and then those of the policy.
+// states, N of each.
 class ApplyContract {
  public:
-  // Reads the attributes rule, policy, N, NI, NO, T (of the variables), G (of
-  // the gradients), O (of the origins). Checks that no rows of averages may lag
-  // behind if a step moves all rows.
+  // Reads the attributes rule, N, NI, T (of the variables), G (of the
+  // gradients). Checks that no rows of averages may lag behind if a step moves
+  // all rows.
   template <class Context>
   absl::Status Init(Context* ctx, const ShadowContract& averages);
 
   // The lists of the input "variables".
   std::vector<VariableList> Lists(const ShadowContract& averages) const;
-  // Their first positions. Those of a rule's state and of a policy's state:
+  // Their first positions. That of a rule's state:
   int state(int s) const { return s * n_; }
-  int memory(int m) const { return state(states_.size() + m); }
-  int shadows() const { return memory(memory_states()); }
+  int shadows() const { return state(states_.size()); }
   int log_decays(const ShadowContract& averages) const {
     return shadows() + averages.count();
   }
@@ -47,31 +46,17 @@ class ApplyContract {
   absl::Status CheckRows(const CheckedVariables& variables, int i,
                          const tensorflow::PartialTensorShape& grad,
                          const tensorflow::PartialTensorShape& indices) const;
-  // Checks origins[i], of the shape of grad[i].
-  absl::Status CheckOrigins(int i,
-                            const tensorflow::PartialTensorShape& shape,
-                            const tensorflow::PartialTensorShape& grad) const;
 
   const RuleInfo& rule() const { return *rule_; }
-  // How gradients are compensated for their age; nullptr if they are not.
-  const PolicyInfo* policy() const { return policy_; }
   bool sparse() const { return sparse_; }
   int variables() const { return n_; }
-  // The numbers of states of a variable.
-  int rule_states() const { return states_.size(); }
-  int memory_states() const {
-    return policy_ == nullptr ? 0 : policy_->states();
-  }
-  // The numbers of scalars in the input "scalars": the rule's, then the
-  // policy's.
-  int rule_scalars() const { return CountNames(rule_->scalars); }
-  int policy_scalars() const {
-    return policy_ == nullptr ? 0 : policy_->scalars();
-  }
+  // The number of states of a variable.
+  int states() const { return states_.size(); }
+  // The number of scalars in the input "scalars".
+  int scalars() const { return CountNames(rule_->scalars); }
   tensorflow::DataType dtype() const { return dtype_; }
   tensorflow::DataType grad_dtype() const { return grad_dtype_; }
-  // That in which the gradients of a row are summed and compensated, and that
-  // of the policy's states.
+  // That in which the gradients of a row are summed.
   tensorflow::DataType compute_dtype() const {
     return dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
                                            : tensorflow::DT_FLOAT;
@@ -79,7 +64,6 @@ class ApplyContract {
 
  private:
   const RuleInfo* rule_ = nullptr;
-  const PolicyInfo* policy_ = nullptr;
   std::vector<absl::string_view> states_;
   bool sparse_;
   int n_;

@@ -40,7 +40,6 @@
 #include "cc/rules/adam.h"
 #include "cc/rules/adam_with_amsgrad.h"
 #include "cc/rules/centered_rms_prop.h"
-#include "cc/rules/compensation.h"
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
@@ -97,12 +96,7 @@
 
 // Rules that are stages before or after the step of another one.
 #define WRAPOPT_STAGES(X)                                                    \
-  X(ConstantDelayCompensation, "grad", "stale", "lambda", kRows)             \
-  X(DelayCompensation, "mean_square grad", "stale", "lambda rate epsilon",   \
-    kRows)                                                                   \
   X(Ema, "shadow", "value", "rate", kRows)                                   \
-  X(GapAware, "step_size grad", "stale", "rate", kRows)                      \
-  X(StepSize, "step_size before", "value", "rate", kRows)                    \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)
 
 #define WRAPOPT_RULES(X) WRAPOPT_UPDATES(X) WRAPOPT_STAGES(X)
@@ -174,56 +168,6 @@ constexpr size_t CountNames(std::string_view names) {
   for (const char c : names) count += c == ' ';
   return count;
 }
-
-// How steps compensate for the age of gradients: see cc/rules/compensation.h.
-struct PolicyInfo {
-  // The rule before the step. Its states are those of the policy, and then the
-  // gradient. The policy has its name.
-  RuleId rule;
-  // Whether the rule StepSize, with state 0 of the policy, is after the step.
-  bool measures;
-
-  constexpr const char* name() const { return Info(rule).name; }
-  // The number of states of the policy, which a variable has one of each of.
-  constexpr size_t states() const { return CountNames(Info(rule).states) - 1; }
-  // The number of scalars of the rule before the step. Those of StepSize follow
-  // them.
-  constexpr size_t scalars_before() const {
-    return CountNames(Info(rule).scalars);
-  }
-  constexpr size_t scalars() const {
-    return scalars_before() +
-           (measures ? CountNames(Info(RuleId::kStepSize).scalars) : 0);
-  }
-};
-
-//  X(rule, measures)
-#define WRAPOPT_POLICIES(X)           \
-  X(ConstantDelayCompensation, false) \
-  X(DelayCompensation, false)         \
-  X(GapAware, true)
-
-inline constexpr PolicyInfo kPolicies[] = {
-#define WRAPOPT_POLICY_INFO(rule, measures) {RuleId::k##rule, measures},
-    WRAPOPT_POLICIES(WRAPOPT_POLICY_INFO)
-#undef WRAPOPT_POLICY_INFO
-};
-
-// The most that a policy has.
-inline constexpr size_t kMostPolicyStates = [] {
-  size_t most = 0;
-  for (const PolicyInfo& policy : kPolicies) {
-    most = policy.states() > most ? policy.states() : most;
-  }
-  return most;
-}();
-inline constexpr size_t kMostPolicyScalars = [] {
-  size_t most = 0;
-  for (const PolicyInfo& policy : kPolicies) {
-    most = policy.scalars() > most ? policy.scalars() : most;
-  }
-  return most;
-}();
 
 }  // namespace wrapopt
 

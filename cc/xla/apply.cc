@@ -11,7 +11,6 @@
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "cc/xla/averages.h"
-#include "cc/xla/compensation.h"
 #include "cc/xla/custom_call.h"
 #include "cc/xla/elementwise.h"
 #include "cc/xla/ffi_handlers.h"
@@ -68,7 +67,7 @@ class ApplyXlaOp : public XlaOpKernel {
 
     bool calls;
     OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
-    if (calls && !in.compensation) {
+    if (calls) {
       OP_REQUIRES_OK(ctx, Call(ctx, in, &variables));
       return;
     }
@@ -82,32 +81,18 @@ class ApplyXlaOp : public XlaOpKernel {
   struct In {
     std::optional<XlaOp> accept;  // No value if it is known to be true.
     std::vector<XlaOp> scalars;   // In the compute type.
-    std::optional<XlaCompensation> compensation;
     std::vector<XlaOp> rates, logs;  // Of the averages.
-    Inputs grads, indices, origins;
-  };
-
-  // The states of one variable, in plain HLO.
-  struct States {
-    std::vector<XlaOp> of_rule, of_policy;
+    Inputs grads, indices;
   };
 
   absl::Status ReadScalars(XlaOpKernelContext* ctx, In* in) const {
     TF_RETURN_IF_ERROR(contract_.CheckScalars(ctx->InputShape("scalars")));
     const std::optional<Tensor> known = Known(ctx, "scalars");
-    std::vector<XlaOp> scalars;
-    const int count = contract_.rule_scalars() + contract_.policy_scalars();
-    for (int c = 0; c < count; ++c) {
-      scalars.push_back(
+    for (int c = 0; c < contract_.scalars(); ++c) {
+      in->scalars.push_back(
           known ? Scalar(ctx, compute_, known->vec<double>()(c))
                 : xla::ConvertElementType(Element(ctx->Input("scalars"), c),
                                           compute_));
-    }
-    const auto of_policy = scalars.begin() + contract_.rule_scalars();
-    in->scalars.assign(scalars.begin(), of_policy);
-    if (contract_.policy() != nullptr) {
-      in->compensation.emplace(*contract_.policy(), compute_,
-                               std::vector<XlaOp>(of_policy, scalars.end()));
     }
     return absl::OkStatus();
   }
@@ -116,7 +101,6 @@ class ApplyXlaOp : public XlaOpKernel {
                              const XlaVariables& variables, In* in) const {
     TF_RETURN_IF_ERROR(ReadInputs(ctx, "grad", &in->grads));
     TF_RETURN_IF_ERROR(ReadInputs(ctx, "indices", &in->indices));
-    TF_RETURN_IF_ERROR(ReadInputs(ctx, "origins", &in->origins));
     const bool sparse = contract_.sparse();
     // A sparse gradient may have a dynamic number of rows.
     const int first_dimension = sparse ? 1 : 0;
@@ -128,11 +112,6 @@ class ApplyXlaOp : public XlaOpKernel {
                  : variables.CheckSameShape(shape, "grad", i, i));
       TF_RETURN_IF_ERROR(
           CheckStatic("grad", i, in->grads.ops[i], first_dimension));
-      if (!in->compensation) continue;
-      TF_RETURN_IF_ERROR(
-          contract_.CheckOrigins(i, in->origins.shapes[i], shape));
-      TF_RETURN_IF_ERROR(
-          CheckStatic("origins", i, in->origins.ops[i], first_dimension));
     }
     return absl::OkStatus();
   }
@@ -141,12 +120,9 @@ class ApplyXlaOp : public XlaOpKernel {
   absl::Status Build(const In& in, int i, XlaVariables* all) const {
     XlaVariables& variables = *all;
     const Sparse rows_of_rule = contract_.rule().sparse;
-    States states;
-    for (int s = 0; s < contract_.rule_states(); ++s) {
-      states.of_rule.push_back(variables.value(contract_.state(s) + i));
-    }
-    for (int m = 0; m < contract_.memory_states(); ++m) {
-      states.of_policy.push_back(variables.value(contract_.memory(m) + i));
+    std::vector<XlaOp> states;
+    for (int s = 0; s < contract_.states(); ++s) {
+      states.push_back(variables.value(contract_.state(s) + i));
     }
     // A scatter of some rows is in place. A select of whole arrays, to accept a
     // step, would copy them. So the rows of a step that is not accepted do not
@@ -155,18 +131,16 @@ class ApplyXlaOp : public XlaOpKernel {
     std::optional<Rows> rows;
     std::vector<XlaOp> caught_up, old_logs;
     if (!contract_.sparse()) {
-      StepOfAll(in, i, &states);
+      StepOfAll(in, in.grads.ops[i], &states);
     } else if (variables.shape(i).num_elements() > 0) {
       rows.emplace(type_, variables.shape(i).dim_sizes(), in.grads.ops[i],
                    in.indices.ops[i]);
       accepts_rows = rows_of_rule == Sparse::kRows;
-      if (in.accept && (accepts_rows || in.compensation)) {
-        rows->Keep(*in.accept);
-      }
+      if (in.accept && accepts_rows) rows->Keep(*in.accept);
       if (rows_of_rule == Sparse::kAll) {
-        StepOfAll(in, i, *rows, &states);
+        StepOfAll(in, rows->Dense(), &states);
       } else {
-        const XlaOp value = states.of_rule[0];
+        const XlaOp value = states[0];
         const XlaOp old = averages_.lazy() ? rows->Old(value)
                                            : rows->Get(value);
         for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
@@ -175,7 +149,8 @@ class ApplyXlaOp : public XlaOpKernel {
               variables.value(Shadow(k, i)), XlaType(averages_.shadow_dtype()),
               old, old_logs.back()));
         }
-        StepOfRows(in, i, *rows, old, &states);
+        rows->Step(contract_.rule().id, absl::MakeSpan(states), in.scalars,
+                   old);
       }
     }
 
@@ -185,17 +160,12 @@ class ApplyXlaOp : public XlaOpKernel {
                  ? xla::Select(*in.accept, value, variables.value(variable))
                  : value;
     };
-    for (size_t s = 0; s < states.of_rule.size(); ++s) {
+    for (size_t s = 0; s < states.size(); ++s) {
       const int at = contract_.state(s) + i;
-      TF_RETURN_IF_ERROR(variables.Assign(
-          at, accepted(states.of_rule[s], at, accepts_rows)));
+      TF_RETURN_IF_ERROR(
+          variables.Assign(at, accepted(states[s], at, accepts_rows)));
     }
-    for (size_t m = 0; m < states.of_policy.size(); ++m) {
-      const int at = contract_.memory(m) + i;
-      TF_RETURN_IF_ERROR(variables.Assign(
-          at, accepted(states.of_policy[m], at, contract_.sparse())));
-    }
-    const XlaOp value = Stored(states.of_rule[0], type_);
+    const XlaOp value = Stored(states[0], type_);
     for (int k = 0; k < averages_.per_value(); ++k) {
       const int shadow = Shadow(k, i), log = LogDecay(k, i);
       if (!averages_.lazy()) {
@@ -219,79 +189,9 @@ class ApplyXlaOp : public XlaOpKernel {
     return absl::OkStatus();
   }
 
-  // The step of a dense gradient.
-  void StepOfAll(const In& in, int i, States* states) const {
-    XlaOp grad = in.grads.ops[i];
-    const XlaOp before = states->of_rule[0];
-    if (in.compensation) {
-      grad = in.compensation->Before(before, in.origins.ops[i], grad,
-                                     &states->of_policy);
-    }
-    StepOfRule(in, grad, &states->of_rule);
-    if (in.compensation) {
-      in.compensation->After(before, Stored(states->of_rule[0], type_),
-                             &states->of_policy);
-    }
-  }
-
-  // The step of a sparse gradient by a rule that changes all rows.
-  void StepOfAll(const In& in, int i, const Rows& rows, States* states) const {
-    if (!in.compensation) {
-      StepOfRule(in, rows.Dense(), &states->of_rule);
-      return;
-    }
-    const Rows::Sums sums = rows.Sum();
-    const XlaOp before = rows.Get(sums, states->of_rule[0]);
-    std::vector<XlaOp> of_policy = Get(rows, sums, states->of_policy);
-    const XlaOp grad = in.compensation->Before(
-        before, rows.OfSums(sums, Padded(in.origins.ops[i])), sums.grad,
-        &of_policy);
-    StepOfRule(in, rows.Dense(sums, grad), &states->of_rule);
-    in.compensation->After(before,
-                           rows.Get(sums, Stored(states->of_rule[0], type_)),
-                           &of_policy);
-    Put(rows, sums, of_policy, &states->of_policy);
-  }
-
-  // The step of the rows that have gradients. `old` are those of the variable.
-  void StepOfRows(const In& in, int i, const Rows& rows, XlaOp old,
-                  States* states) const {
-    if (!in.compensation) {
-      rows.Step(contract_.rule().id, absl::MakeSpan(states->of_rule),
-                in.scalars, old);
-      return;
-    }
-    const Rows::Sums sums = rows.Sum();
-    std::vector<XlaOp> of_rule = rows.Get(sums, states->of_rule, old);
-    std::vector<XlaOp> of_policy = Get(rows, sums, states->of_policy);
-    const XlaOp before = of_rule[0];
-    const XlaOp grad = in.compensation->Before(
-        before, rows.OfSums(sums, Padded(in.origins.ops[i])), sums.grad,
-        &of_policy);
-    StepOfRule(in, grad, &of_rule);
-    in.compensation->After(before, Stored(of_rule[0], type_), &of_policy);
-    Put(rows, sums, of_rule, &states->of_rule);
-    Put(rows, sums, of_policy, &states->of_policy);
-  }
-
-  void StepOfRule(const In& in, XlaOp grad, std::vector<XlaOp>* states) const {
+  void StepOfAll(const In& in, XlaOp grad, std::vector<XlaOp>* states) const {
     Step(contract_.rule().id, type_, absl::MakeSpan(*states), {grad},
          in.scalars);
-  }
-
-  static std::vector<XlaOp> Get(const Rows& rows, const Rows::Sums& sums,
-                                const std::vector<XlaOp>& arrays) {
-    std::vector<XlaOp> of_rows;
-    for (const XlaOp& array : arrays) of_rows.push_back(rows.Get(sums, array));
-    return of_rows;
-  }
-
-  static void Put(const Rows& rows, const Rows::Sums& sums,
-                  const std::vector<XlaOp>& of_rows,
-                  std::vector<XlaOp>* arrays) {
-    for (size_t a = 0; a < arrays->size(); ++a) {
-      (*arrays)[a] = rows.Put(sums, (*arrays)[a], of_rows[a]);
-    }
   }
 
   // Calls the CPU kernel.
@@ -310,7 +210,7 @@ class ApplyXlaOp : public XlaOpKernel {
       call.Read(ctx->Input("decays"));
       call.Read(ctx->Input("scalars"));
       if (sparse) call.Read(Counts(builder, in.indices.ops));
-      for (int s = 0; s < contract_.rule_states(); ++s) {
+      for (int s = 0; s < contract_.states(); ++s) {
         call.Write(contract_.state(s) + first, count);
       }
       for (int k = 0; k < averages_.per_value(); ++k) {

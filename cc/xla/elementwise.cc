@@ -184,19 +184,6 @@ XlaOp Rows::Dense() const {
                  xla::CreateScalarAddComputation(type, grad_.builder()));
 }
 
-XlaOp Rows::Dense(const Sums& sums, XlaOp grad) const {
-  return Scatter(Zeros(dimensions_[0]), sums.index, grad,
-                 Replace(ComputeType(storage_), grad_.builder()),
-                 /*unique=*/true);
-}
-
-XlaOp Rows::Put(const Sums& sums, XlaOp array, XlaOp rows) const {
-  return Scatter(array, sums.index, rows,
-                 Replace(array.builder()->GetShape(array)->element_type(),
-                         array.builder()),
-                 /*unique=*/true);
-}
-
 Rows::Sums Rows::Sum() const {
   if (count_ == 0) return {grad_, index_, index_};
   XlaBuilder* const builder = grad_.builder();
@@ -231,18 +218,17 @@ Rows::Sums Rows::Sum() const {
 void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
                 absl::Span<const XlaOp> scalars, XlaOp old) const {
   const Sums sums = Sum();
-  std::vector<XlaOp> rows = Get(sums, states, old);
+  std::vector<XlaOp> rows = {count_ == 0 ? old : Gather(old, sums.position)};
+  for (const XlaOp& state : states.subspan(1)) {
+    rows.push_back(Gather(state, sums.index));
+  }
   wrapopt::Step(rule, storage_, absl::MakeSpan(rows), {sums.grad}, scalars);
   for (size_t s = 0; s < states.size(); ++s) {
-    states[s] = Put(sums, states[s], rows[s]);
+    const xla::PrimitiveType type =
+        states[s].builder()->GetShape(states[s])->element_type();
+    states[s] = Scatter(states[s], sums.index, rows[s],
+                        Replace(type, states[s].builder()), /*unique=*/true);
   }
-}
-
-std::vector<XlaOp> Rows::Get(const Sums& sums, absl::Span<const XlaOp> states,
-                             XlaOp old) const {
-  std::vector<XlaOp> rows = {OfSums(sums, old)};
-  for (const XlaOp& state : states.subspan(1)) rows.push_back(Get(sums, state));
-  return rows;
 }
 
 XlaOp Rows::Put(XlaOp array, XlaOp rows) const {

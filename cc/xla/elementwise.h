@@ -75,6 +75,7 @@ class Rows {
   void Step(RuleId rule, absl::Span<xla::XlaOp> states,
             absl::Span<const xla::XlaOp> scalars, xla::XlaOp old) const;
 
+ private:
   // The sum of each row's gradients, and its row: the row past the last where
   // there is no sum. `position` is that of one of its gradients.
   struct Sums {
@@ -83,22 +84,6 @@ class Rows {
     xla::XlaOp position;
   };
   Sums Sum() const;
-  xla::XlaOp Get(const Sums& sums, xla::XlaOp array) const {
-    return Gather(array, sums.index);
-  }
-  // The rows of several states. `old` is as in Step().
-  std::vector<xla::XlaOp> Get(const Sums& sums,
-                              absl::Span<const xla::XlaOp> states,
-                              xla::XlaOp old) const;
-  xla::XlaOp Put(const Sums& sums, xla::XlaOp array, xla::XlaOp rows) const;
-  // An element for each sum, from an array that has one for each gradient.
-  xla::XlaOp OfSums(const Sums& sums, xla::XlaOp array) const {
-    return count_ == 0 ? array : Gather(array, sums.position);
-  }
-  // The whole gradient: rows `grad` in the places of the sums, else zero.
-  xla::XlaOp Dense(const Sums& sums, xla::XlaOp grad) const;
-
- private:
   // The array with `updates` combined into its rows `index`.
   xla::XlaOp Scatter(xla::XlaOp array, xla::XlaOp index, xla::XlaOp updates,
                      const xla::XlaComputation& combine,

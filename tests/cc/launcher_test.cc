@@ -22,8 +22,7 @@
 // An image for the fake driver, which only looks for names of kernels in it.
 #define NAMES(name) \
   "wrapopt_small_" name "_float wrapopt_small_" name "_double " \
-  "wrapopt_large_" name "_float wrapopt_large_" name "_double " \
-  "wrapopt_compensated_" name "_float wrapopt_compensated_" name "_double "
+  "wrapopt_large_" name "_float wrapopt_large_" name "_double "
 #define NAMES_OF_RULE(name, states, inputs, scalars, sparse) NAMES(#name)
 constexpr char kNames[] =
     NAMES("Average") NAMES("CatchUp") NAMES("Sum") NAMES("Mark")
@@ -59,7 +58,6 @@ const std::vector<Image>& Images() {
     return new std::vector<Image>{
         image(true, 60, Kind::kSmall),       image(true, 70, Kind::kLarge),
         image(false, 80, Kind::kLarge),      image(false, 86, Kind::kLarge),
-        image(true, 60, Kind::kCompensated),
     };
   }();
   return *images;
@@ -186,7 +184,6 @@ TEST(Images, AreChosenForTheGpu) {
   EXPECT_EQ(name(80, 12010, Kind::kLarge), "sm_80 large");
   EXPECT_EQ(name(89, 12010, Kind::kLarge), "sm_86 large");
   EXPECT_EQ(name(90, 12010, Kind::kLarge), "compute_70 large");
-  EXPECT_EQ(name(70, 12000, Kind::kCompensated), "compute_60 compensated");
 }
 
 // Its compute capability: 6.0 has only small tables.
@@ -268,69 +265,6 @@ TEST_P(Launches, TakeTheStepOfEachRule) {
     for (const auto& [state, input] : kPairs) {
       Step(rule, state, input, 0, {1, 0, 7, 2049, 16}, &random);
       Step(rule, state, input, 3, {0, 8, 100, 15}, &random);
-    }
-  }
-}
-
-// The arrays of a variable: states, gradient, origin, the policy's state, an
-// average. Of every other variable, the gradient is not compensated.
-void CompensatedStep(const PolicyInfo& policy, const RuleInfo& rule,
-                     Number state, Number input, Random* random) {
-  const size_t states = CountNames(rule.states);
-  const std::vector<size_t> sizes = {1, 16, 0, 7, 2049, 300, 64, 3};
-  Update update;
-  update.rule = rule.id;
-  update.state = state;
-  update.input = input;
-  update.scalars = ScalarsOf(rule, false);
-  update.policy = &policy;
-  update.policy_scalars = {0.5, 0.25, 0.125};
-  update.policy_scalars.resize(policy.scalars());
-  update.is_double = state == Number::kDouble;
-  const Number compute = update.is_double ? Number::kDouble : Number::kFloat;
-  update.targets = {{0.25, compute}};
-  std::vector<Number> numbers(states, state);
-  numbers.insert(numbers.end(), {input, state, compute, compute});
-  Arrays arrays;
-  for (const size_t size : sizes) {
-    arrays.Add(&update, size, numbers, random, size % 3);
-  }
-  const size_t origin = states + 1, memory = states + 2;
-  for (size_t v = 0; v < sizes.size(); ++v) {
-    Address* const addresses = &update.addresses[v * numbers.size()];
-    if (v % 2 == 1) addresses[origin] = 0;
-    if (v % 2 == 1 || policy.states() == 0) addresses[memory] = 0;
-  }
-  ASSERT_EQ(Enqueue(update, nullptr), "");
-  for (size_t v = 0; v < sizes.size(); ++v) {
-    std::vector<void*> all;
-    for (size_t a = 0; a < numbers.size(); ++a) {
-      all.push_back(arrays.want[v * numbers.size() + a].data());
-    }
-    if (v % 2 == 1) {
-      Reference(rule.id, state, input, all.data(), update.scalars.data(),
-                sizes[v]);
-    } else {
-      CompensatedReference(policy, rule.id, state, input, all.data(),
-                           update.scalars.data(), update.policy_scalars.data(),
-                           sizes[v]);
-    }
-    void* const ema[] = {all[memory + 1], all[0]};
-    Reference(RuleId::kEma, compute, state, ema, &update.targets[0].scalar,
-              sizes[v]);
-  }
-  arrays.Check();
-}
-
-TEST_P(Launches, CompensateGradients) {
-  Random random(27);
-  for (const RuleInfo& rule : kRules) {
-    if (rule.inputs != "grad") continue;
-    for (const PolicyInfo& policy : kPolicies) {
-      for (const auto& [state, input] : kPairs) {
-        if (state != input && input != Number::kFloat) continue;
-        CompensatedStep(policy, rule, state, input, &random);
-      }
     }
   }
 }

@@ -80,41 +80,6 @@ inline void Reference(RuleId rule, Number states, Number inputs,
   }
 }
 
-// The step of a rule whose gradient a policy compensates, stage by stage.
-// `operands` are the rule's states, the gradient, the weights that it was
-// computed from, and the policy's states.
-inline void CompensatedReference(const PolicyInfo& policy, RuleId rule,
-                                 Number states, Number grads,
-                                 void* const* operands, const double* scalars,
-                                 const double* policy_scalars,
-                                 size_t elements) {
-  const Number compute =
-      states == Number::kDouble ? Number::kDouble : Number::kFloat;
-  const size_t count = CountNames(Info(rule).states);
-  void* const stale = operands[count];
-  void* const* const memory = operands + count + 2;
-  std::vector<double> grad(elements), before(elements);  // Room for `compute`.
-  const auto add = [&](void* to, void* from, double weight, double is_first) {
-    void* const both[] = {to, from};
-    const double weights[] = {weight, is_first};
-    Reference(RuleId::kWeightedSum, compute, states, both, weights, elements);
-  };
-  add(grad.data(), operands[0], 1, 1);
-  add(grad.data(), operands[count + 1], -1, 0);
-  add(before.data(), operands[0], 1, 1);
-  std::vector<void*> of_policy(memory, memory + policy.states());
-  of_policy.insert(of_policy.end(), {grad.data(), stale});
-  Reference(policy.rule, compute, grads, of_policy.data(), policy_scalars,
-            elements);
-  std::vector<void*> of_rule(operands, operands + count);
-  of_rule.push_back(grad.data());
-  Reference(rule, states, compute, of_rule.data(), scalars, elements);
-  if (!policy.measures) return;
-  void* const measured[] = {memory[0], before.data(), operands[0]};
-  Reference(RuleId::kStepSize, compute, states, measured,
-            policy_scalars + policy.scalars_before(), elements);
-}
-
 // Scalars for a rule: numbers in (0, 1), and `option` for each attribute.
 inline std::vector<double> ScalarsOf(const RuleInfo& rule, bool option) {
   std::vector<double> scalars;

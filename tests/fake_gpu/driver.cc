@@ -216,12 +216,6 @@ int MoveAddresses(const std::string& kernel, Table* table) {
     sizes.resize(sizes.size() + CountNames(info.inputs),
                  SizeOf(static_cast<Number>(header.input)));
   }
-  if (kernel.find("_compensated_") != std::string::npos) {
-    scalars += kMostPolicyScalars;
-    sizes.push_back(sizes[0]);
-    sizes.resize(sizes.size() + kMostPolicyStates,
-                 sizes[0] == sizeof(double) ? sizeof(double) : sizeof(float));
-  }
   Word* word = table->words + scalars;
   for (size_t m = 0; m < members; ++m, word += gpu::kWordsPerMember) {
     sizes.push_back(SizeOf(static_cast<Number>(word[1])));

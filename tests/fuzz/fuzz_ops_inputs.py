@@ -17,7 +17,6 @@ from tensorflow.python.client import pywrap_tf_session
 
 from wrapopt import _loader
 from wrapopt import _native
-from wrapopt.ops import _compensation
 
 FLOATS = [t.as_datatype_enum for t in (tf.half, tf.bfloat16, tf.float32,
                                        tf.float64)]
@@ -156,11 +155,6 @@ def rule_of(case):
   return (name, rule) if rule is not None and rule.is_update else None
 
 
-def policy_of(case):
-  """The names of the states and of the scalars of the policy, if any."""
-  return _compensation.POLICIES.get(case.attrs.get("policy"), ([], []))
-
-
 def numpy_dtype(dtype):
   return tf.as_dtype(dtype).as_numpy_dtype
 
@@ -218,8 +212,6 @@ class _Maker:
       if attr.name == "rule":
         attrs["rule"] = self._pick([name for name, rule in
                                     _native.rules().items() if rule.is_update])
-      elif attr.name == "policy":
-        attrs["policy"] = self._pick(["", *_compensation.POLICIES])
       elif attr.name == "shared_name":
         attrs[attr.name] = f"fuzz {self.case.seed}"
       elif attr.name == "shared_names":
@@ -237,15 +229,12 @@ class _Maker:
       lazy = False
     numbers = {"N": n, "NK": n * self.k, "NL": n * self.k * bool(lazy),
                "NI": n * sparse, "NT": n * self.rows["targets"],
-               "NO": n * bool(attrs.get("policy")),
                "NS": n * self.rows["sources"]}
     main = None
     for attr in self.op.attr:
       if attr.type == "type":
         allowed = self._allowed(attr)
-        if attr.name == "O":
-          attrs["O"] = main
-        elif main is None or attr.name == "I":
+        if main is None or attr.name == "I":
           attrs[attr.name] = self._pick(allowed)
           main = attrs[attr.name] if main is None else main
         else:  # That of the variables, or float if theirs is narrower.
@@ -288,9 +277,7 @@ class _Maker:
     shadows = [("shadows", attrs["S"])] * n * self.k
     if self.rule is None:
       return shadows + [("values", attrs["T"])] * n
-    compute = DOUBLE if attrs["T"] == DOUBLE else FLOAT
     return ([(s, attrs["T"]) for s in self.rule[1].states for _ in range(n)] +
-            [("memory", compute)] * n * len(policy_of(self.case)[0]) +
             shadows + [("log_decays", DOUBLE)] * attrs.get("NL", 0))
 
   # Shapes of the N variables.
@@ -341,8 +328,7 @@ class _Maker:
     name, dtype = (self.lists[position] if self.lists else
                    (arg.name, self._dtype(arg, position)))
     shape = self.shapes[position % self.n]
-    low, high = (0.25, 2) if name in (
-        *_not_negative(self.rule), "memory") else (-2, 2)
+    low, high = (0.25, 2) if name in _not_negative(self.rule) else (-2, 2)
     if name == "log_decays":
       return self._add(dtype, (shape[0] + 2,), self._log_decays(shape[0]))
     shape = {"step": (), "stale_counter": ()}.get(name, shape)
@@ -370,7 +356,7 @@ class _Maker:
     shape = self.shapes[position % n]
     if name == "indices":
       return self.indices[position].astype(numpy_dtype(dtype))
-    if name in ("grad", "origins"):
+    if name == "grad":
       if self.has_rows:
         shape = (len(self.indices[position]), *shape[1:])
       return array(rng, dtype, shape)
@@ -389,7 +375,7 @@ class _Maker:
     if name == "scalars" and self.rule:
       return np.array([
           float(rng.integers(2)) if s.endswith("?") else self._scalar(s)
-          for s in [*self.rule[1].scalars, *policy_of(self.case)[1]]])
+          for s in self.rule[1].scalars])
     if name == "timeout_secs":
       return np.array(self._pick([0.001, 0.02, 5., np.inf]))
     if name in ("recorded", "limit"):

@@ -19,7 +19,6 @@ import fuzz_ops_inputs as inputs
 import numerics
 from fuzz_ops_runs import check_bits
 from wrapopt import _native
-from wrapopt.ops import _compensation
 
 # Processors' threads flush subnormal numbers to zero, or not.
 _FLUSHED = 1e-36
@@ -185,41 +184,27 @@ def _apply(call):
     _made_zeros(call, call.ids("variables")[-lazy:] if lazy else ())
     return
   name, rule = inputs.rule_of(case)
-  policy = attrs["policy"]
-  call.demand(not policy or policy in _compensation.POLICIES,
-              f"the policy {policy}")
-  of_policy, _ = inputs.policy_of(case)
-  *states, memory, shadows, log_decays = _lists(
-      call, *[n] * len(rule.states), n * len(of_policy), n * k, lazy)
-  written = [i for s in states for i in s] + memory + shadows
-  if policy and case.mode == "jit" and not _in_range(call, k, states[0]):
-    # Plain HLO applies its formulas to them, and ignores such rows.
-    call.touched.update(written + log_decays)
-    return
+  call.demand(not attrs["policy"], f"the policy {attrs['policy']}")
+  *states, shadows, log_decays = _lists(
+      call, *[n] * len(rule.states), n * k, lazy)
+  written = [i for s in states for i in s] + shadows
   decays = _decays(call, k)
   call.good(written, "Apply")
   call.different(written + log_decays)
   for ids in states:
     call.of_dtype(ids, attrs["T"], "a state")
     call.like(ids, states[0], "a state")
-  call.of_dtype(memory, inputs.DOUBLE if attrs["T"] == inputs.DOUBLE
-                else inputs.FLOAT, "a state of a policy")
-  call.like(memory, states[0] * len(of_policy), "a state of a policy")
   call.of_dtype(shadows, attrs["S"], "a shadow")
   call.like(shadows, states[0] * k, "a shadow")
   [scalars] = call.ids("scalars")
-  count = len(rule.scalars)
-  call.demand(scalars.shape == (count + len(inputs.policy_of(case)[1]),),
-              "so many scalars")
-  policy_scalars = list(map(float, scalars[count:]))
+  call.demand(scalars.shape == (len(rule.scalars),), "so many scalars")
   numbers = [float(x > 0) if s.endswith("?") else float(x)
              for s, x in zip(rule.scalars, scalars)]
-  sane = _sane(numbers) and _sane(policy_scalars) and not (
+  sane = _sane(numbers) and not (
       "Centered" in name and
       numbers[rule.scalars.index("epsilon")] < 50)
   for i in range(n):
-    _apply_to(call, name, rule, policy, [s[i] for s in states], memory[i::n], i,
-              numbers, policy_scalars, sane)
+    _apply_to(call, name, rule, [s[i] for s in states], i, numbers, sane)
     for j in range(k):
       shadow = shadows[j * n + i]
       old, value = call.before[shadow], call.after[states[0][i]]
@@ -231,14 +216,10 @@ def _apply(call):
         _average(call, shadow, old, value, 1 - decays[j])
 
 
-def _apply_to(call, name, rule, policy, states, memory, i, scalars,
-              policy_scalars, sane):
+def _apply_to(call, name, rule, states, i, scalars, sane):
   before = [call.before[s] for s in states]
-  of_policy = [call.before[m] for m in memory]
   shape = before[0].shape
   grad = call.ids("grad")[i]
-  origin = call.ids("origins")[i] if policy else grad
-  call.demand(origin.shape == grad.shape, f"origins of shape {origin.shape}")
   touched = np.ones(shape, bool)
   if call.ids("indices"):
     indices = _indices(call, i, shape)
@@ -248,76 +229,21 @@ def _apply_to(call, name, rule, policy, states, memory, i, scalars,
     touched[:] = False
     touched[indices] = True
     grad, where = _dense_gradient(grad, indices, shape)
-    origins, origin = origin, np.array(before[0], np.float64)
-    for at in reversed(range(len(indices))):
-      origin[indices[at]] = origins[at]
   else:
     call.demand(grad.shape == shape, f"a gradient of shape {grad.shape}")
     where = _tame(grad)
   moved = np.ones(shape, bool) if rule.all_rows else touched
-  where = where & _tame(*before, *of_policy)
-  for x in of_policy + [
-      x for state, x in zip(rule.states, before)
-      if state in numerics.NOT_NEGATIVE.get(name, ())]:
-    where = where & (np.asarray(x, np.float64) >= 0.01)
-  new, taken, bound = [], grad, 0.
-  if policy:
-    where = where & _tame(origin)
-    new, taken, bound = _compensated(policy, before[0], origin, grad, of_policy,
-                                     policy_scalars)
+  where = where & _tame(*before)
+  for state, x in zip(rule.states, before):
+    if state in numerics.NOT_NEGATIVE.get(name, ()):
+      where = where & (np.asarray(x, np.float64) >= 0.01)
   with np.errstate(all="ignore"):
-    # A rule makes of an error of the gradient what it makes of the gradient.
-    made, low, high = (
-        numerics.reference(name, before, [taken + sign * bound], scalars)
-        for sign in (0, -1, 1))
-  for state, (want, tolerance), (x, _), (y, _), old, label in zip(
-      states, made, low, high, before, rule.states):
-    with np.errstate(all="ignore"):
-      tolerance = tolerance + 2 * np.abs(x - want) + 2 * np.abs(y - want)
+    made = numerics.reference(name, before, [grad], scalars)
+  for state, (want, tolerance), old, label in zip(
+      states, made, before, rule.states):
     call.close(state, want, tolerance, where & moved & sane, f"{name}.{label}")
     check_bits(call.after[state][~moved], old[~moved],
                f"rows of {label} without a gradient")
-  if policy == "GapAware":
-    [(less, off)] = new
-    where = where & (less != 0)  # The mean of one step would be the step.
-    exact = _exact(before[0])
-    with np.errstate(all="ignore"):
-      new = numerics.reference(
-          "StepSize", [less.astype(exact), np.asarray(before[0], exact)],
-          [call.after[states[0]]], policy_scalars[-1:])[:1]
-      new = [(new[0][0], new[0][1] + 2 * off)]
-  for state, (want, tolerance), old in zip(memory, new, of_policy):
-    call.close(state, want, tolerance, where & touched & sane,
-               f"a state of {policy}")
-    check_bits(call.after[state][~touched], old[~touched],
-               "rows of a policy without a gradient")
-
-
-def _exact(var):
-  return np.float64 if var.dtype == np.float64 else np.float32
-
-
-def _compensated(policy, var, origin, grad, memory, scalars):
-  """The policy's states, the gradient that the step takes, and its error."""
-  exact = _exact(var)
-  delay = np.float64(var) - np.float64(origin)
-  count = len(_native.rules()[policy].scalars)
-  with np.errstate(all="ignore"):
-    *new, (taken, bound) = numerics.reference(
-        policy, [*memory, delay.astype(exact)], [grad], scalars[:count])
-    # The delay is rounded, too.
-    bound = bound + 4 * np.finfo(exact).eps * (
-        np.abs(taken - np.float64(grad)) + np.abs(taken))
-  return new, taken, bound
-
-
-def _in_range(call, k, values):
-  """Whether what plain HLO does not check is in range."""
-  [decays] = call.ids("decays")
-  return (decays.shape != (k,) or all(0 <= d <= 1 for d in decays)) and all(
-      ((indices >= 0) & (indices < call.before[v].shape[0])).all()
-      for v, indices in zip(values, call.case.inputs.get("indices", ()))
-      if call.before[v] is not None and call.before[v].ndim)
 
 
 # Averages of all rows, and of some.

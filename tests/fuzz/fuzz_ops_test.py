@@ -112,8 +112,8 @@ def by_little(world, i, at=-1):
 
 
 @pytest.mark.parametrize("op", [
-    "Apply", "Apply sparse", "Apply policy", "EmaUpdate", "AveragingAssign",
-    "Exchange", "ReadAverages", "AssignPacked", "AveragingMean"])
+    "Apply", "Apply sparse", "EmaUpdate", "AveragingAssign", "Exchange",
+    "ReadAverages", "AssignPacked", "AveragingMean"])
 def test_a_wrong_element_is_found(op):
   op, _, kind = op.partition(" ")
   # The op changes some variable, whose numbers are not narrow.
@@ -121,8 +121,7 @@ def test_a_wrong_element_is_found(op):
       v.dtype in (inputs.FLOAT, inputs.DOUBLE) and np.prod(v.shape)
       for v in case.variables) and case.inputs.get("accept", [True])[0] and
                    all(x.size for x in case.inputs.get("indices", [])) and
-                   (kind != "sparse" or case.attrs["NI"]) and
-                   (kind != "policy" or case.attrs["policy"]))
+                   (kind != "sparse" or case.attrs["NI"]))
   found = 0
   for i in range(len(case.variables)):
     def hook(world, i=i):

@@ -11,14 +11,10 @@ import pytest
 
 from numerics import WITH_GPU_KERNELS
 from wrapopt import _native
-from wrapopt.ops import _compensation
 
-OF_RULES = [f"{rule}_{dtype}" for dtype in ("float", "double")
-            for rule in WITH_GPU_KERNELS]
-KERNELS = [*OF_RULES, "Mark_double", *(
+KERNELS = ["Mark_double", *(
     f"{kernel}_{dtype}" for dtype in ("float", "double")
-    for kernel in ("Average", "CatchUp", "Sum"))]
-KERNELS_OF_KIND = {"small": KERNELS, "large": KERNELS, "compensated": OF_RULES}
+    for kernel in (*WITH_GPU_KERNELS, "Average", "CatchUp", "Sum"))]
 
 # As in cc/gpu/images.inc: {is PTX, compute capability, kind, offset, compressed
 # bytes, bytes}.
@@ -49,9 +45,9 @@ def ptx():
 
 
 def test_every_image_has_every_kernel():
-  assert len(images()) == 19
+  assert len(images()) == 12
   for (_, _, kind), image in images().items():
-    for kernel in KERNELS_OF_KIND[kind]:
+    for kernel in KERNELS:
       assert f"wrapopt_{kind}_{kernel}".encode() in image
 
 
@@ -67,19 +63,6 @@ def test_memory_is_read_and_written_by_16_bytes(rule, dtype):
   stores = len(re.findall(r"st\.global\.v4\.\w32|st\.global\.v2\.\w64", text))
   assert loads >= 2 * (len(states) + len(inputs) + 1)
   assert stores >= 2 * (len(states) + 1)
-
-
-@pytest.mark.parametrize("dtype", ["float", "double"])
-@pytest.mark.parametrize("rule", WITH_GPU_KERNELS)
-def test_a_policy_is_in_the_pass_of_the_step(rule, dtype):
-  # It reads the old weights and its state, and writes the state, by 16 bytes.
-  states = _native.rules()[rule].states
-  text = ptx()[f"wrapopt_compensated_{rule}_{dtype}"]
-  loads = len(re.findall(r"ld\.global\.v4\.\w32|ld\.global\.v2\.\w64", text))
-  stores = len(re.findall(r"st\.global\.v4\.\w32|st\.global\.v2\.\w64", text))
-  most = max(len(of) for of, _ in _compensation.POLICIES.values())
-  assert loads >= 2 * (len(states) + 1 + 1 + most + 1)
-  assert stores >= 2 * (len(states) + most + 1)
 
 
 def test_operations_are_rounded_one_by_one():
@@ -131,9 +114,9 @@ def test_numbers_stay_in_registers():
       continue
     of = resources(image)
     for attribute in frame_size, registers:
-      assert len(of[attribute]) >= len(KERNELS_OF_KIND[name[2]]), name
+      assert len(of[attribute]) >= len(KERNELS), name
     # A table that was copied would take 4096 bytes of a thread's memory; a few
     # numbers the compiler itself keeps there, for one more block.
-    assert max(of[frame_size]) <= (40 if name[2] == "compensated" else 24), name
+    assert max(of[frame_size]) <= 24, name
     # So that two blocks share a multiprocessor.
     assert max(of[registers]) <= 128, name

@@ -415,10 +415,8 @@ def test_which_images_a_gpu_gets():
   found = run_forks(LOAD, IMAGES, [
       {"WRAPOPT_FAKE_GPU_CC": str(cc), "WRAPOPT_FAKE_GPU_DRIVER": str(driver)}
       for cc, driver in wants])
-  # And one of kernels that compensate.
   assert dict(zip(wants, found, strict=True)) == {
-      gpu: want + (want and f",{want.split(',')[0].split()[0]} compensated") +
-      "\n" for gpu, want in wants.items()}
+      gpu: want + "\n" for gpu, want in wants.items()}
 
 
 RUN = """
@@ -489,7 +487,7 @@ def test_a_gpu_without_kernels(tmp_path):
 def test_the_command_tells_what_the_gpu_gets():
   process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
   assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA "
-          "12.8: sm_80, sm_80 large, sm_80 compensated\n") in process.stdout
+          "12.8: sm_80, sm_80 large\n") in process.stdout
 
 
 def optimize(mode, device, inner):

@@ -133,22 +133,97 @@ def test_the_state_is_saved(tmp_path):
   assert copy._policy == POLICIES["gap"]
 
 
-def test_what_is_refused():
-  policy = POLICIES["gap"]
-  with pytest.raises(ValueError, match="must not compensate.*Nadam"):
-    wk.DropStaleGradient(K.Nadam(), 1, policy=policy)
-  v = keras.Variable(np.ones([3, 2]))
-  gate = wk.DropStaleGradient(K.Adam(), 1, policy=policy)
+class Grid(keras.constraints.Constraint):
+
+  def __call__(self, w):
+    return tf.round(w * 64) / 64
+
+
+def compensated(policy, g, delay, memory):
+  """The gradient of a step and the state before it, in NumPy."""
+  if isinstance(policy, wrapopt.GapAware):
+    gap = 1 + np.abs(delay) / np.where(memory == 0, 1, memory)
+    return np.where(memory == 0, g, g / gap), memory
+  by = policy.lambda_
+  if policy.adaptive:
+    memory = policy.decay * memory + (1 - policy.decay) * g * g
+    by = by / np.sqrt(memory + policy.epsilon)
+  return g + by * g * g * delay, memory
+
+
+INNER = {
+    "Nadam": lambda: K.Nadam(0.125),
+    "Ftrl": lambda: K.Ftrl(0.125),
+    "Adam": lambda: K.Adam(0.125),
+    "AdamW clipped": lambda: K.AdamW(0.125, weight_decay=0.25, clipnorm=0.5),
+    "SGD constraint": lambda: K.SGD(0.125),
+}
+
+
+@pytest.mark.parametrize("sparse, in_function", [
+    (False, False), (False, True), (True, True)],
+                         ids=["eager", "function", "sparse"])
+@pytest.mark.parametrize("policy", ["adaptive", "gap"])
+@pytest.mark.parametrize("inner", INNER)
+def test_any_inner_optimizer(inner, policy, sparse, in_function):
+  """The steps are those of the gradients that NumPy computes."""
+  policy = POLICIES[policy]
+  start = np.arange(6).reshape(3, 2) / 8 - 0.25
+  constraint = Grid() if "constraint" in inner else None
+  v, twin = (keras.Variable(start, dtype="float64") for _ in range(2))
+  v.constraint = twin.constraint = constraint
+  gate = wk.DropStaleGradient(INNER[inner](), 5, policy=policy)
+  plain = wk.DropStaleGradient(INNER[inner](), 5, sum_duplicates=gate.fused)
   gate.build([v])
-  rows = tf.IndexedSlices(tf.ones([1, 2]), [1], [3, 2])
-  before = v.numpy()
-  with pytest.raises(NotImplementedError, match="one native op, got one of"):
-    with gate.record_step() as recorded:
-      tf.convert_to_tensor(v.value)
-    gate.apply_recorded(recorded, [rows], [v])
-  np.testing.assert_array_equal(v.value, before)
-  assert int(gate.iterations) == 0
-  assert wrapopt.ops.staleness_record(gate.iterations.value)[1] == 0
+  plain.build([twin])
+  # Keras clips the gradients of the model, not what comes of them.
+  most, plain.inner_optimizer.clipnorm = plain.inner_optimizer.clipnorm, None
+  assert gate.fused == (inner not in ("Nadam", "Ftrl"))
+
+  def two():
+    pairs = []
+    for _ in range(2):
+      with gate.record_step() as recorded:
+        with tf.GradientTape() as tape:
+          loss = loss_of(v.value, sparse)
+        pairs.append((recorded, tape.gradient(loss, v.value)))
+    for recorded, g in pairs:
+      gate.apply_recorded(recorded, [g], [v])
+
+  step = tf.function(two) if in_function else two
+  memory, rows = np.zeros_like(start), [0, 2] if sparse else [0, 1, 2]
+  times = np.array([[2], [0], [1]]) if sparse else 1
+  for _ in range(3):
+    step()
+    origin = twin.numpy()
+    g = 3 * origin**2
+    if most:
+      g = g * min(1, most / np.sqrt(np.sum(times * g * g)))
+    g = g * times
+    for _ in range(2):
+      before = twin.numpy()
+      taken, new = compensated(policy, g, before - origin, memory)
+      with plain.record_step() as recorded:
+        pass
+      plain.apply_recorded(recorded, [
+          tf.IndexedSlices(taken[rows], rows, [3, 2]) if sparse else
+          tf.constant(taken)], [twin])
+      if isinstance(policy, wrapopt.GapAware):
+        size = np.abs(twin.numpy() - before)
+        new = np.where(memory == 0, size,
+                       policy.decay * memory + (1 - policy.decay) * size)
+      memory[rows] = new[rows]
+    np.testing.assert_allclose(v.numpy(), twin.numpy(), rtol=1e-12, atol=1e-14)
+    for row in gate._memory.values():
+      [slot] = row.values()
+      np.testing.assert_allclose(slot.numpy(), memory, rtol=1e-12, atol=1e-14)
+  assert int(gate.iterations) == 6
+
+
+def test_weights_that_are_not_known_are_refused():
+  gate = wk.DropStaleGradient(K.Adam(), 1, policy=POLICIES["gap"])
+  v = keras.Variable(np.ones([3, 2]))
+  gate.build([v])
 
   # The weights of a gradient that no read of the variable precedes.
   @tf.function

@@ -25,7 +25,6 @@ import numerics
 from numerics import DTYPES, PAIRS, WITH_KERNELS
 from wrapopt import _native
 from wrapopt import ops
-from wrapopt.ops import _compensation
 
 FILE = pathlib.Path(__file__).parent / "bits.json"
 ISAS = _native.cpu_isas()
@@ -93,21 +92,6 @@ def _apply(rng, rule, dtype, is_sparse):
   return [*states, *sum(shadows, [])]
 
 
-def _compensated(rng, policy, dtype, is_sparse):
-  names, scalars = _compensation.POLICIES[policy]
-  var = tf.Variable(_numbers(rng, (50, 9), dtype))
-  states = {name: [tf.Variable(tf.zeros(
-      (50, 9), _compensation.state_dtype(var.dtype)))] for name in names}
-  for _ in range(STEPS):
-    grad = _gradient(rng, dtype, is_sparse)
-    origin = _numbers(rng, (20 if is_sparse else 50, 9), dtype)
-    ops.apply("GradientDescent", {"var": [var]}, [grad], {"lr": 0.5},
-              compensation=ops.Compensation(
-                  policy, [tf.constant(origin)], states,
-                  {name: 0.25 for name in scalars}))
-  return [var, *sum(states.values(), [])]
-
-
 def _ema_update(rng, dtype):
   values = _variables([_numbers(rng, COUNT, dtype), _numbers(rng, (), dtype)])
   shadows = _variables([_numbers(rng, COUNT, dtype), _numbers(rng, (), dtype)])
@@ -133,12 +117,10 @@ def results():
     for function in _ema_update, _averaging_assign:
       found[f"{function.__name__[1:]} {dtype}"] = (function, dtype)
     for kind in "dense", "sparse":
-      for function, names in (
-          (_apply, [rule for rule, info in RULES.items() if info.is_update]),
-          (_compensated, _compensation.POLICIES)):
-        for name in names:
-          found[f"{function.__name__[1:]} {name} {dtype} {kind}"] = (
-              function, name, dtype, kind == "sparse")
+      for rule, info in RULES.items():
+        if info.is_update:
+          found[f"apply {rule} {dtype} {kind}"] = (
+              _apply, rule, dtype, kind == "sparse")
   return {name: lambda of=of: checksum(*of) for name, of in found.items()}
 
 

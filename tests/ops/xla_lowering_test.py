@@ -144,37 +144,6 @@ def test_apply(device, rule, dtype, sparse):
   assert ("opt-barrier" in hlo) == (dtype.size < 4)
 
 
-# {policy: (its states, its scalars)}
-POLICIES = {
-    "ConstantDelayCompensation": ([], ["lambda"]),
-    "DelayCompensation": (["mean_square"], ["lambda", "rate", "epsilon"]),
-    "GapAware": (["step_size"], ["rate"])}
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_compensation(device, policy, dtype, sparse):
-  var, accum = variables(dtype, 1), variables(dtype, 1)
-  shadows = [variables(float32_where_narrow(dtype), 1)]
-  names, scalars = POLICIES[policy]
-  states = {name: variables(float32_where_narrow(dtype), 1) for name in names}
-
-  def step(grad, origin, indices, number, accept):
-    if sparse:
-      grad = tf.IndexedSlices(grad, indices, SHAPE)
-    ops.apply("Momentum", {"var": var, "accum": accum}, [grad],
-              {"lr": number, "momentum": number}, shadows=shadows,
-              decay=[number], accept=accept, compensation=ops.Compensation(
-                  policy, [origin], states,
-                  {name: number for name in scalars}))
-
-  rows = tf.ones((2 if sparse else 5, 3), dtype)
-  hlo = lower(step, device, rows, rows, tf.constant([1, 4]), tf.constant(0.5),
-              tf.constant(True))
-  check(hlo, "Wrapopt>Apply", 3 + len(names), computed(dtype, device))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_averages_that_lag_behind(device, dtype):
   value, shadow = variables(dtype, 1), variables(float32_where_narrow(dtype), 1)

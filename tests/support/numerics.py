@@ -240,36 +240,6 @@ def schedule_free_adagrad(states, inputs, scalars):
   return _schedule_free(keras_adagrad, states, inputs, scalars)
 
 
-def constant_delay_compensation(states, inputs, scalars):
-  """g' = g + lambda g^2 d."""
-  (d,), (g,), (lambda_,) = states, inputs, scalars
-  return [(g + lambda_ * g * g * d, np.abs(g) + lambda_ * g * g * np.abs(d))]
-
-
-def delay_compensation(states, inputs, scalars):
-  """m' = m + r (g^2 - m); g' = g + lambda / sqrt(m' + e) g^2 d."""
-  (m, d), (g,), (lambda_, r, e) = states, inputs, scalars
-  new, size = m + r * (g * g - m), m + r * (g * g + m)
-  added = lambda_ / np.sqrt(new + e) * g * g * d
-  # As in rms_prop.
-  added_size = np.abs(added) * (1 + size / (new + e))
-  return [(new, size), (g + added, np.abs(g) + added_size)]
-
-
-def gap_aware(states, inputs, scalars):
-  """g' = g / (1 + |d| / c); c' = c - r c."""
-  (c, d), (g,), (r,) = states, inputs, scalars
-  divided = g / (1 + np.abs(d) / c)
-  return [(c - r * c, c + r * c), (divided, np.abs(divided))]
-
-
-def step_size(states, inputs, scalars):
-  """c' = c + r |w - b|; b' = w - b."""
-  (c, b), (w,), (r,) = states, inputs, scalars
-  size = np.abs(w) + np.abs(b)
-  return [(c + r * np.abs(w - b), c + r * size), (w - b, size)]
-
-
 def weighted_sum(states, inputs, scalars):
   """m' = m + w x, or w x where it is the first; x counts where w is not 0."""
   (m,), (x,), (w, first) = states, inputs, scalars
@@ -289,12 +259,9 @@ RULES = {
     "AdamWithAmsgrad": (adam_with_amsgrad, 16),
     "CenteredRMSProp": (centered_rms_prop, 16),
     "KerasCenteredRMSProp": (keras_centered_rms_prop, 16),
-    "ConstantDelayCompensation": (constant_delay_compensation, 8),
-    "DelayCompensation": (delay_compensation, 16),
     # Rounded: the rate where it becomes float32, difference, product, sum.
     "Ema": (ema, 4),
     "Ftrl": (ftrl, 12),
-    "GapAware": (gap_aware, 4),
     "GradientDescent": (gradient_descent, 4),
     "LazyAdam": (adam, 16),
     "Lion": (lion, 8),
@@ -308,7 +275,6 @@ RULES = {
     "ScheduleFreeAdam": (schedule_free_adam, 20),
     "ScheduleFreeRMSProp": (schedule_free_rms_prop, 16),
     "ScheduleFreeSGD": (schedule_free_sgd, 16),
-    "StepSize": (step_size, 8),
     # Rounded: the weight where it becomes float32, product, sum.
     "WeightedSum": (weighted_sum, 3),
 }
@@ -324,16 +290,13 @@ NOT_NEGATIVE = {
     # A variance above zero needs more than that: no mean is far from zero.
     "CenteredRMSProp": ("rms",),
     "KerasCenteredRMSProp": ("rms",),
-    "DelayCompensation": ("mean_square",),
     "Ftrl": ("accum",),
-    "GapAware": ("step_size",),
     "PrimalAverageAdam": ("v",),
     "RMSProp": ("rms",),
     "KerasRMSProp": ("rms",),
     "ScheduleFreeAdagrad": ("accum",),
     "ScheduleFreeAdam": ("v",),
     "ScheduleFreeRMSProp": ("rms",),
-    "StepSize": ("step_size",),
 }
 
 

@@ -110,30 +110,19 @@ def _mutants():
           "factors = [1.0, *(of_updates / np.diff(s))[::-1], 0.0]",
           "//tests/checkpoints:rate_decay_test")
   yield m("compensation: away from the weights of the gradient",
-          "cc/rules/compensation.h", "(zero - grad) * factor", "grad * factor",
-          "//tests/ops:compensation_test")
-  yield m("compensation: infinity is compensated without a delay",
-          "cc/rules/compensation.h", "Select(Eq(grad, zero), zero, stale)",
-          "stale", "//tests/ops:compensation_test")
+          "wrapopt/_gates/_compensation.py", "before - _computed(origin)",
+          "_computed(origin) - before", "//tests/v1:delay_policies_test")
   yield m("gap-aware: the first step is averaged with zero",
-          "cc/rules/compensation.h",
-          "Select(Eq(step_size, zero), distance,", "Select(Eq(zero, zero), "
-          "step_size + rate * distance,", "//tests/ops:compensation_test")
+          "wrapopt/_gates/_compensation.py",
+          "tf.equal(size, 0), distance,", "tf.equal(size, -1), distance,",
+          "//tests/v1:delay_policies_test")
   yield m("compensation: the last of a row's origins counts",
-          "cc/engine/row_step.cc",
-          "const int64_t at = sorted[j].position * row + begin;",
-          "const int64_t at = sorted[next_j - 1].position * row + begin;",
-          "//tests/ops:compensation_test")
-  yield m("compensation: a GPU goes away from the weights of the gradient",
-          "cc/gpu/compensation.h", "grad[j] = var[j] - origin[j];",
-          "grad[j] = origin[j] - var[j];", "//tests/cc:launcher_test")
-  yield m("gap-aware: a GPU does not measure the step",
-          "cc/gpu/compensation.h", "rate_ = measures ? kCounted : 0;", "",
-          "//tests/cc:launcher_test")
-  yield m("compensation: of rows in one launch, the first origins follow",
-          "cc/kernels/rows_gpu.cc",
-          "(!is_compensated || next.first == last.first + 1)", "true",
-          "//tests/gpu:compensation_test")
+          "wrapopt/_gates/_compensation.py", "unsorted_segment_min",
+          "unsorted_segment_max", "//tests/v1:delay_policies_test")
+  yield m("compensation: in Keras a step comes between it and its own",
+          "wrapopt/keras/_inner.py",
+          "is_one_op and admitted.compensation is None", "is_one_op",
+          "//tests/keras:gate_test")
   yield m("restore: after a read, a step does not know of it",
           "wrapopt/keras/_state.py", "_restored(self) != self._noticed",
           "_restored(self) != self._completed", "//tests/keras:saving_test")
@@ -288,11 +277,8 @@ def _mutants():
           "&first));", "static_cast<void>(first);",
           "//tests/keras:in_place_test")
   yield m("XLA: rows of a step that is not accepted count",
-          "cc/xla/apply.cc", "rows->Keep(*in.accept);", "",
+          "cc/xla/apply.cc", "rows->Keep(*in.accept);", ";",
           "//tests/ops:xla_test")
-  yield m("XLA: a step that is not accepted changes the policy's states",
-          "cc/xla/apply.cc", "(accepts_rows || in.compensation)",
-          "accepts_rows", "//tests/ops:xla_test")
 
   # The gate and the rounds.
   yield m("gate: the limit itself is dropped", "cc/engine/gate.h",

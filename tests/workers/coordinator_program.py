@@ -100,10 +100,16 @@ LOCKED = {
         K.Adamax(1.0, global_clipnorm=100.0), 0.5),
     "DropStaleGradient(Nadam)": lambda: wk.DropStaleGradient(
         K.Nadam(1.0), 1000),
+    "DropStaleGradient, GapAware": lambda: wk.DropStaleGradient(
+        K.SGD(1.0), 1000, policy=wrapopt.GapAware()),
     "of version 1, with powers": lambda: wrapopt.MovingAverageOptimizer(
         tf1.train.AdamOptimizer(1.0), 0.5),
     "of version 1, gated": lambda count: wrapopt.DropStaleGradientOptimizer(
         tf1.train.AdamOptimizer(1.0), 1000, global_step=count),
+    "of version 1, gated, GapAware":
+        lambda count: wrapopt.DropStaleGradientOptimizer(
+            tf1.train.GradientDescentOptimizer(1.0), 1000, global_step=count,
+            policy=wrapopt.GapAware()),
     "of version 1, without an op": lambda: wrapopt.MovingAverageOptimizer(
         tf1.train.FtrlOptimizer(1.0, -0.75), 0.5),
     "of version 1, Schedule-Free": lambda: wrapopt.ScheduleFreeOptimizer(

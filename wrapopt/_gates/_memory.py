@@ -4,9 +4,9 @@ import tensorflow as tf
 
 from wrapopt import _types
 from wrapopt import _lookup_cache
-from wrapopt import ops
 from wrapopt._gates import _compensation
 from wrapopt._gates import _origins
+from wrapopt._gates import _records
 
 tf1 = tf.compat.v1
 
@@ -61,7 +61,8 @@ class Memory:
         for name in self._policy._states:
           self._opt._get_or_make_slot_with_initializer(
               v, tf1.zeros_initializer(), v.shape,
-              ops.state_dtype(v.dtype), name, type(self._policy).__name__)
+              _compensation.computed_dtype(v.dtype), name,
+              type(self._policy).__name__)
 
 
 def _given_origins(pairs, origins):
@@ -76,5 +77,24 @@ def _given_origins(pairs, origins):
     if origin is None:
       raise ValueError(f"`origins[{i}]` must be the weights that the gradient "
                        f"of '{v.name}' was computed from, got None.")
-    found[id(v)] = tf.convert_to_tensor(origin)
+    found[id(v)] = _checked_origin(f"`origins[{i}]`", origin, g, v)
   return found
+
+
+def _checked_origin(name, origin, gradient, variable):
+  origin = tf.convert_to_tensor(origin)
+  if origin.dtype.base_dtype != variable.dtype.base_dtype:
+    raise TypeError(
+        f"{name} must be of dtype {variable.dtype.base_dtype.name}, that of "
+        f"'{variable.name}', got {origin.dtype.base_dtype.name}.")
+  shape = _records.tensor_of(gradient).shape
+  if not origin.shape.is_compatible_with(shape):
+    raise ValueError(f"{name} misshapen: got {origin.shape} but expected "
+                     f"{shape} (the shape of the gradient of "
+                     f"'{variable.name}').")
+  if _origins.is_in_place(origin):
+    raise ValueError(
+        f"{name} must be a copy of the weights, got the buffer of "
+        f"'{variable.name}', which every step changes. Pass a copy that was "
+        "made before the gradient was computed.")
+  return origin

@@ -33,6 +33,13 @@ def copy_of(ref, name=None):
     return tf.raw_ops.DeepCopy(x=ref, name=name)
 
 
+def is_in_place(tensor):
+  """Whether a tensor is a ref variable's own buffer."""
+  return not hasattr(tensor, "numpy") and (
+      tensor.dtype._is_ref_dtype or tensor.op.type in _IN_PLACE and
+      tensor.op.inputs[0].dtype._is_ref_dtype)
+
+
 class Known:
   """The variables that an optimizer trains. It holds none of them."""
 

@@ -77,11 +77,6 @@ class DelayCompensation:
   # For the gate.
 
   @property
-  def _rule(self):
-    return ("DelayCompensation" if self.adaptive
-            else "ConstantDelayCompensation")
-
-  @property
   def _states(self):
     return ("mean_square",) if self.adaptive else ()
 
@@ -153,7 +148,6 @@ class GapAware:
 
   # For the gate.
 
-  _rule = "GapAware"
   _states = ("step_size",)
 
   @property

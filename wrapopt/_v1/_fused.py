@@ -182,15 +182,14 @@ def can_apply(opt, grads_and_vars):
 
 
 @ops.not_converted
-def apply_gradients(opt, rule, step):
+def apply_gradients(opt, rule, step, counts):
   """Replaces `opt.apply_gradients`, with averages of the result, in one pass.
 
   Args:
     opt: The inner optimizer.
     rule: The result of `rule_of(opt)`.
-    step: A `_step.Step`; `can_apply` must be True for its gradients. The global
-      step is incremented only if `step.accept` is True. If `step.accept` is a
-      tensor, the wrapper that made it counts the step.
+    step: A `_step.Step`; `can_apply` must be True for its gradients.
+    counts: Whether to increment its global step, if it has one.
 
   Returns:
     The same as `opt.apply_gradients`.
@@ -222,16 +221,14 @@ def apply_gradients(opt, rule, step):
         done = plan.update_untrained(decays, step.accept)
       updates = averages.schedule.count(
           updates if done is None else [done], step.accept)
-    return _end(opt, step, variables, updates, scope)
+    return _end(opt, step, variables, updates, scope, counts)
 
   with tf.name_scope(step.name or opt._name) as scope:
     scalars, decays = _replicas.merged(scalars_and_decays)()
     with tf.control_dependencies(first):
       done = plan.run(
           update, grads, scalars, decays if shadows else [],
-          step.accept, opt._use_locking,
-          **({} if step.compensation is None else
-             {"compensation": step.compensation.of(variables)}))
+          step.accept, opt._use_locking)
     return _replicas.merged(end)(*done)
 
 
@@ -247,7 +244,7 @@ def _reduced(grads, variables, step):
           for g, v in zip(sums, variables)]
 
 
-def _end(opt, step, variables, updates, scope):
+def _end(opt, step, variables, updates, scope, counts):
   """Ends a step after its updates, as TensorFlow's `apply_gradients`.
 
   Args:
@@ -256,11 +253,12 @@ def _end(opt, step, variables, updates, scope):
     variables: The variables that have a gradient.
     updates: The operations that update them, in all replicas.
     scope: The name of the step.
+    counts: As in `apply_gradients`.
 
   Returns:
     The same as `apply_gradients`.
   """
-  counts = step.global_step is not None and step.accept is True
+  counts = counts and step.global_step is not None
   if not _replicas.share_steps():
     done = _finish(opt, updates, "update" if counts else scope, step.accept)
     if counts:
@@ -309,7 +307,8 @@ def apply_interpolated(opt, step):
     for state in _replicas.values(points.state):
       with tf.control_dependencies(updates), ops.device_of(state):
         counted += _operations(state.assign(motion.state, read_value=False))
-    return _end(opt, step, variables, counted if updates else [], scope)
+    return _end(opt, step, variables, counted if updates else [], scope,
+                counts=True)
 
   with tf.name_scope(step.name or opt._name) as scope:
     # Where the gradients were taken, the variables may change now.

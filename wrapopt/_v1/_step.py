@@ -162,7 +162,8 @@ class Innermost:
   def _is_one_op(self, step):
     """Whether a step is one op on each server, which reads no count."""
     schedule = step.averages and step.averages.schedule
-    return (step.points is None and self._native_rule(step) is not None and
+    return (step.points is None and step.compensation is None and
+            self._native_rule(step) is not None and
             type(self._opt)._finish is _Optimizer._finish and
             (not schedule or
              schedule.steps is None and schedule.num_updates is None))
@@ -199,10 +200,15 @@ class Innermost:
     averages = step.averages
     rule = self._native_rule(step)
     if rule is not None:
+      take = lambda step: Taken(
+          _fused.apply_gradients(opt, rule, step, counts=not is_gated),
+          not is_gated)
+      if step.compensation is not None:
+        return where_accepted(opt, step, take, in_float32=True)
       if is_gated:
         _create_slots(opt, step)
         step = step._replace(grads_and_vars=_withhold(step))
-      return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
+      return take(step)
     rule = _fused.rule_of(opt)
     is_late = averages is not None and averages.schedule.is_called
     # An overridden `apply_gradients` may use the global step for more.
@@ -279,13 +285,14 @@ def check(step):
       *(s for row in step.averages.untrained for _, s in row)])
 
 
-def where_accepted(opt, step, apply):
+def where_accepted(opt, step, apply, in_float32=False):
   """Takes a step if it is accepted.
 
   Args:
     opt: The optimizer that takes it.
     step: A Step.
     apply: A function that takes an accepted Step and returns a Taken.
+    in_float32: As in `_compensation.Compensated.take`.
 
   Returns:
     A Taken.
@@ -296,9 +303,10 @@ def where_accepted(opt, step, apply):
   counted = []
 
   def taken():
-    pairs, after = (
-        (_transformed(step), lambda done: done) if step.compensation is None
-        else step.compensation.take(step.grads_and_vars))
+    pairs, after = _transformed(step), lambda done: done
+    if step.compensation is not None:
+      with tf.control_dependencies(check(step)):
+        pairs, after = step.compensation.take(step.grads_and_vars, in_float32)
     # In this branch, a withheld gradient is the gradient itself.
     pairs = [(g if isinstance(g, (type(None), tf.IndexedSlices)) or
               g.shape.rank is not None else tf.ensure_shape(g, v.shape), v)

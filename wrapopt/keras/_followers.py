@@ -25,8 +25,8 @@ class Step(typing.NamedTuple):
     cache: A `LookupCache` of the optimizer that takes it, for eager steps.
     accept: True, or a scalar bool tensor: whether it is taken. If it is a
       tensor, one op takes it, or nothing.
-    compensation: A `_compensation.Compensated`, or None. If it is not None, one
-      op takes the step.
+    compensation: A `_compensation.Compensated`, or None.
+    after: A function that runs after the step, before followers, or None.
     ahead: {id of a follower: what it asked for before Keras took the step}, if
       followers run after Keras has counted it; else None.
   """
@@ -38,6 +38,7 @@ class Step(typing.NamedTuple):
   cache: _lookup_cache.LookupCache
   accept: typing.Any = True
   compensation: typing.Any = None
+  after: typing.Callable | None = None
   ahead: typing.Any = None
 
   @property
@@ -182,6 +183,8 @@ def where(condition, function):
 def follow(followers, step, is_taken=True):
   """Runs followers after a step, if `is_taken`: True, or a bool tensor."""
   def run():
+    if step.after is not None:
+      step.after()
     for follower in followers:
       follower._follow(step)
 

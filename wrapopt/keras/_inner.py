@@ -150,7 +150,14 @@ class Inner:
       return
     with self.at_number():
       rule = _rules.rule_of(self.opt, self.cls)
-    if rule is not None and _replicas.have_copies():
+    by_rule = rule is not None and _replicas.have_copies()
+    if step.compensation is not None:
+      pairs, after = step.compensation.take(
+          [(_rules.cast(g, v.dtype), v) for g, v in zip(grads, step.variables)],
+          in_float32=by_rule)
+      grads = [g for g, _ in pairs]
+      step = step._replace(after=lambda: after(None))
+    if by_rule:
       followers = self._update_by_rule(step, rule, grads, variables,
                                        learning_rate)
     else:
@@ -198,9 +205,11 @@ class Inner:
     averages, decays = found or ((), ())
     values = _lookup_cache.Variables(step.variables)
     by_keras = [i for i, g in enumerate(grads) if rule.squares and
-                not self._sums and isinstance(g, tf.IndexedSlices)]
+                not (self._sums or step.compensation) and
+                isinstance(g, tf.IndexedSlices)]
     sparse = [grads[i] for i in by_keras]
-    grads = _rules.reduced(opt, grads, values, by_keras)
+    if step.compensation is None:  # Else they are of one replica, in float32.
+      grads = _rules.reduced(opt, grads, values, by_keras)
     if not rule.sparse:
       grads = list(map(tf.convert_to_tensor, grads))
     groups, apart = self._groups(rule, grads, values, by_keras)
@@ -223,9 +232,7 @@ class Inner:
       chosen = lambda row: [row[i] for i in members]
       plan.run(_rules.update_of(opt, rule, values, members, step.cache,
                                 averages),
-               chosen(grads), dict(scalars), decays, accept, members=members,
-               **({} if step.compensation is None else
-                  {"compensation": step.compensation.of(chosen(values))}))
+               chosen(grads), dict(scalars), decays, accept, members=members)
     if by_keras:
       with plan.moving():
         self.cls._backend_update_step(
@@ -365,7 +372,7 @@ class AskingInner(Inner):
                         grads, variables) if g is not None], token))
           asked = _admission.Asked(
               iterations, admitted, list(zip(grads, variables)), gate,
-              is_one_op)
+              is_one_op and admitted.compensation is None)
           del admitted
           yield asked
       finally:

@@ -69,7 +69,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
 
   Threads that train a model share the optimizer, and call its `build` first. A
   step of SGD, Adam, AdamW, Adagrad, RMSprop or Lion that is one op locks only
-  the variables that it changes; other steps wait for each other.
+  the variables that it changes; other steps wait for each other, also those of
+  a policy that compensates.
 
   Example, a gradient whose weights miss one update:
 
@@ -112,10 +113,11 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
         of the function, whose argument is the staleness, a scalar int64 tensor,
         at least 0. It is called once a step. A `wrapopt.DelayCompensation` or
         `wrapopt.GapAware`: compensated for the way of the weights since they
-        were read, in the pass of the step; the inner optimizer must be `fused`,
-        and its steps of sparse gradients, too. In eager mode, each record then
-        holds the weights of its step. Every policy drops a gradient beyond the
-        limit.
+        were read, after Keras has clipped it; gradients of one row are summed
+        first. For low precision it is float32, which is rounded if the inner
+        optimizer is not `fused`. The guide "Training with several workers"
+        tells the cost. In eager mode, each record then holds the weights of its
+        step. Every policy drops a gradient beyond the limit.
       sum_duplicates: If a batch names a row of an embedding several times,
         whether the row's gradients are summed before Adam, AdamW, Adagrad or
         RMSprop squares them, as `LazyAdam` does. One op then takes the step.
@@ -136,11 +138,6 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
                        "staleness, or a DelayCompensation() or GapAware(), got "
                        f"{policy!r}.")
     self._policy = policy
-    if self._compensates() and not self.fused:
-      raise ValueError(
-          "`policy` must not compensate gradients for a "
-          f"{type(self.inner_optimizer).__qualname__}, whose step is no "
-          f"native op, got {policy!r}. Use \"scale\", or another optimizer.")
     self._untracked.records = _Records()
     for x in [self.inner_optimizer, *_steps.within(self)]:
       if (any(_steps.optimizers_in(x)) and
@@ -169,8 +166,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
         name: _state.Row({
             self._var_key(v): self._make_count(
                 f"{name}_{i}", np.zeros(v.shape, np.float32),
-                dtype=ops.state_dtype(
-                    value_of(v).dtype).name, near=value_of(v))
+                dtype=_compensation.computed_dtype(value_of(v).dtype).name,
+                near=value_of(v))
             for i, v in enumerate(variables)
             if not self._overwrite_variable_with_gradient(v)})
         for name in (self._policy._states if self._compensates() else ())}
@@ -283,16 +280,6 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """The `_compensation.Compensated` of a step, or None."""
     if not self._compensates():
       return None
-    sparse = any(isinstance(g, tf.IndexedSlices) for g, _ in grads_and_vars)
-    [opt] = _steps.innermost(self)
-    if (sparse and (opt.weight_decay is not None or not self.sum_duplicates and
-                    _rules.rule_of(opt, type(opt)).squares) or
-        any(v.constraint is not None for v in self._trainable_variables
-            if isinstance(v, keras.Variable))):
-      raise NotImplementedError(
-          f"The policy {self._policy!r} needs a step that is one native op, "
-          f"got one of {type(opt).__qualname__} with a constraint or a sparse "
-          "gradient. Use LazyAdam or sum_duplicates=True without weight decay.")
     if tf.executing_eagerly():
       recorded = self._untracked.records.given
       if recorded is None:

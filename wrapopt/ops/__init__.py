@@ -8,9 +8,9 @@ XLA compiles `apply`, `averaging_assign`, `catch_up`, `ema_update`, `exchange`
 and `sparse_ema_update` for CPU, GPU and TPU: in a
 `tf.function(jit_compile=True)`, or by autoclustering. A compiled program
 updates resource variables in place. On a CPU, it calls the CPU kernels of these
-functions, except those of `averaging_assign`, of `exchange` and of `apply` with
-a `Compensation`. Everything else is plain HLO. Its numbers agree with those of
-the CPU kernels to rounding, except for subnormal numbers on a GPU.
+functions, except those of `averaging_assign` and of `exchange`. Everything else
+is plain HLO. Its numbers agree with those of the CPU kernels to rounding,
+except for subnormal numbers on a GPU.
 
 The compiler refuses wrong shapes, wrong dtypes and constants out of range. If a
 decay or an index is known only when the program runs, a CPU kernel refuses one
@@ -43,7 +43,6 @@ decay 0 or rate 1, keeps all bits. On a GPU a copy is arithmetic, too.
 from wrapopt.ops._apply import Update as Update  # For modules of wrapopt.
 from wrapopt.ops._apply import apply
 from wrapopt.ops._averaging_assign import averaging_assign
-from wrapopt.ops._compensation import Compensation
 from wrapopt.ops._ema_update import ema_update
 from wrapopt.ops._exchange import exchange
 from wrapopt.ops._lazy_averages import catch_up
@@ -57,7 +56,6 @@ from wrapopt.ops._staleness_gate import staleness_gate
 from wrapopt.ops._staleness_gate import staleness_record
 
 # For the other modules of wrapopt.
-from wrapopt.ops._compensation import state_dtype as state_dtype
 from wrapopt.ops._emit import device_of as device_of
 from wrapopt.ops._emit import host_device as host_device
 from wrapopt.ops._emit import host_of as host_of
@@ -68,7 +66,6 @@ from wrapopt.ops._staleness_gate import take_aborted_back as take_aborted_back
 from wrapopt.ops._variables import is_ref as is_ref_variable
 
 __all__ = [
-    "Compensation",
     "StalenessVerdict",
     "apply",
     "assign_packed",

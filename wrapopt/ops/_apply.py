@@ -16,7 +16,6 @@ from wrapopt.ops import _check
 from wrapopt.ops import _emit
 from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
-from wrapopt.ops._compensation import Compensation
 from wrapopt.ops._scalars import float64_vector
 
 _RULES = {rule: info for rule, info in _native.rules().items()
@@ -28,8 +27,7 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
           grads: Sequence[Gradient], scalars: Mapping[str, Any],
           shadows: Any = (), decay: Any = (), accept: Bool = True,
           use_locking: bool = True, name: Optional[str] = None,
-          log_decays: Sequence[Any] = (), *,
-          compensation: Optional[Compensation] = None) -> Optional[Operation]:
+          log_decays: Sequence[Any] = ()) -> Optional[Operation]:
   """Takes an optimizer's step and averages the result, in one pass over memory.
 
   For each variable, its slots and its gradient, it applies the update rule of
@@ -79,7 +77,6 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
       If a shadow has one and its variable has a sparse gradient, the shadow
       moves in the rows that the gradient holds. The others lag behind until
       `catch_up`. This needs a rule that changes no other row.
-    compensation: A `Compensation` for the age of the gradients, or None.
 
   Returns:
     As `ema_update`.
@@ -91,8 +88,7 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
   update = Update(rule, states, shadows, decay)
   with tf.control_dependencies(_lagging.settle(list(states["var"]))):
     return _emit.result(update.run(
-        grads, scalars, decay, accept, use_locking, name, log_decays,
-        compensation))
+        grads, scalars, decay, accept, use_locking, name, log_decays))
 
 
 class Update:
@@ -150,12 +146,12 @@ class Update:
     self._groups = {}  # By the kinds of the gradients.
 
   def run(self, grads, scalars, decay=(), accept=True, use_locking=True,
-          name=None, log_decays=(), compensation=None):
+          name=None, log_decays=()):
     """Takes a step.
 
     Args:
-      grads, scalars, decay, accept, use_locking, name, log_decays,
-        compensation: As in `apply`.
+      grads, scalars, decay, accept, use_locking, name, log_decays: As in
+        `apply`.
 
     Returns:
       The operations in a graph, also in that of a function; else an empty
@@ -176,10 +172,6 @@ class Update:
     if groups is None:
       groups = self._groups[kinds] = self._make_groups(
           kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
-    if compensation is not None:
-      # A gradient that is withheld may have another shape.
-      compensation = compensation._checked(
-          self._variables, grads if accept is True else compensation.origins)
     updates = []
     with tf.name_scope(name or f"Apply{self._rule}"):
       for group in groups:
@@ -187,7 +179,7 @@ class Update:
           updates.append(self._emit(
               group, list(grads) if len(groups) == 1 else
               [grads[i] for i in group.members],
-              scalars, decays, accept, use_locking, log_decays, compensation))
+              scalars, decays, accept, use_locking, log_decays))
     return [op for op in updates if op is not None]
 
   def _gradient_and_kind(self, i, grad, log_decays):
@@ -226,21 +218,19 @@ class Update:
       groups[key].members.append(i)
     return sorted(groups.values(), key=lambda group: group.follows)
 
-  def _variables_of(self, group, log_decays, compensation):
+  def _variables_of(self, group, log_decays):
     """The variables that the group's op updates.
 
     Returns:
       A list of handles or refs, or of one tensor that holds all handles.
     """
     first = group.first
-    bundles = not (first.is_ref or group.indices_dtype or compensation or
-                 self._packed is None and tf.executing_eagerly()
-                 ) and _bundle.allowed()
+    bundles = not (first.is_ref or group.indices_dtype or
+                   self._packed is None and tf.executing_eagerly()
+                   ) and _bundle.allowed()
     if bundles and group.bundle is not None:
       return [group.bundle]
     rows = [self._states[state] for state in _RULES[self._rule].states]
-    if compensation:
-      rows += compensation.states.values()
     rows += group.shadows
     if group.lazy:
       rows += log_decays
@@ -252,30 +242,15 @@ class Update:
         return [group.bundle]
     return flat
 
-  def _check_places(self, group, compensation):
-    first = group.first
-    for row in compensation.states.values():
-      for i in group.members:
-        if (_variables.is_ref(row[i]) != first.is_ref or
-            row[i].device != first.device):
-          raise ValueError(
-              f"The states of `compensation` must be on the device and of the "
-              f"kind (resource or ref) of their variable, "
-              f"'{self._variables[i].name}', got '{row[i].name}'.")
-
   def _emit(self, group, grads, scalars, decays, accept, use_locking,
-            log_decays, compensation):
+            log_decays):
     """Emits the op of a group."""
     first = group.first
     scalars = _scalars_in_order(self._rule, scalars)
     options = {}
-    if compensation:
-      self._check_places(group, compensation)
-      scalars += compensation._scalars_in_order()
-      options["policy"] = compensation.policy
     if group.lazy:
       options["NL"] = len(group.shadows) * len(grads)
-    variables = self._variables_of(group, log_decays, compensation)
+    variables = self._variables_of(group, log_decays)
     indices = []
     if group.indices_dtype:
       indices = [g.indices for g in grads]
@@ -293,10 +268,8 @@ class Update:
     compiled = compiled and variables[0] is not group.bundle
     with _emit.device_of(first), _emit.compiled_where(compiled):
       update = op(
-          variables, grads, indices,
-          [compensation.origins[i] for i in group.members] if compensation
-          else [], scalars, decays, accept_tensor, rule=self._rule,
-          NK=len(group.shadows) * len(grads), T=first.dtype,
+          variables, grads, indices, scalars, decays, accept_tensor,
+          rule=self._rule, NK=len(group.shadows) * len(grads), T=first.dtype,
           S=first.shadow_dtype, use_locking=use_locking, **options)
     if first.is_ref:
       _emit.place_with(update, first)

@@ -1,4 +1,0 @@
-#define WRAPOPT_COMPENSATED
-#include "tests/fake_gpu/emulation.h"
-// Uses the macros of the above.
-#include "cc/gpu/elementwise.cu"
