@@ -23,7 +23,6 @@ from wrapopt._gates import _staleness
 from wrapopt._types import Integer, Tensor
 from wrapopt.keras import _admission
 from wrapopt.keras import _followers
-from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
