@@ -36,36 +36,4 @@ def test_keeps_its_arrays():
 
 def test_of_nothing():
   assert StreamLimit([[]], [[]]).run(2) > 0
-  assert StreamLimit([], []).run(2) > 0
   assert StreamLimit([[np.ones(3, FLOAT)]], []).bytes == 12
-
-
-ONES = np.ones(3, FLOAT)
-
-
-@pytest.mark.parametrize("read, written, error", [
-    ([[np.ones(3)]], [], r"read\[0\]\[0\] must be a float32 array"),
-    ([[ONES, [1.]]], [], r"read\[0\]\[1\] must be a float32 array"),
-    ([[ONES]], [[ONES], [np.ones((3, 3), FLOAT)[:, 0]]],
-     r"written\[1\]\[0\] must be a float32 array"),
-    ([[ONES], []], [],
-     r"read\[1\] must hold one array for each of the 1 in read\[0\], got 0"),
-    ([[ONES]], [[]],
-     r"written\[0\] must hold one array for each of the 1 in read\[0\], got 0"),
-    ([[ONES]], [[np.ones(2, FLOAT)]],
-     r"written\[0\]\[0\] misshapen: got 2 elements but expected 3 "
-     r"\(the size of read\[0\]\[0\]\)"),
-    ([], [[ONES], [np.ones(2, FLOAT)]],
-     r"written\[1\]\[0\] misshapen: got 2 elements but expected 3 "
-     r"\(the size of written\[0\]\[0\]\)"),
-])
-def test_refuses(read, written, error):
-  with pytest.raises(ValueError, match=f"^{error}$"):
-    StreamLimit(read, written)
-
-
-@pytest.mark.parametrize("threads", [0, -1])
-def test_needs_a_thread(threads):
-  with pytest.raises(ValueError) as e:
-    StreamLimit([], []).run(threads=threads)
-  assert str(e.value) == f"threads must be at least 1, got {threads}"

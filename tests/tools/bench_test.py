@@ -16,39 +16,27 @@ import benches
 import processes
 from training import type_of
 from wrapopt.bench import __main__ as command
-from wrapopt.bench import average
-from wrapopt.bench import ema
 from wrapopt.bench import gate
-from wrapopt.bench import growth
 from wrapopt.bench import harness
-from wrapopt.bench import merge
 from wrapopt.bench import sets
 from wrapopt.bench import step
 from wrapopt.bench import stream_limit
 from wrapopt.bench import tables
-from wrapopt.bench import xla
 
 _SHAPES = [(3, 40), (5,), ()]  # 126 numbers.
-_STEPS = ["stock", "stock + EMA", "wrapopt K=0", "wrapopt K=1", "wrapopt K=3"]
 # {file of results: a command of them}.
 _COMMANDS = {
-    "average": "average --sets resnet50",
-    "ema": "ema --sets resnet50",
     "gate": "gate --sets resnet50",
-    "growth": "growth --largest 700",
-    "merge": "merge --inputs 3 --megabytes 8",
     "step": "step --sets resnet50 --optimizers Adam",
-    "xla": "xla --sets resnet50",
+    "step-jit": "step --sets resnet50 --optimizers Momentum --modes jit",
+    "step-schedule-free": "step --sets resnet50 --optimizers Schedule-Free",
+    "step-averages": "step --sets resnet50 --optimizers averages --modes jit",
 }
 
 
 @pytest.fixture
 def small(monkeypatch):
   benches.make_small(monkeypatch, _SHAPES)
-  monkeypatch.setattr(growth, "_TRIES", 20)
-  monkeypatch.setattr(growth, "_SIZES", {
-      "gate": (1, 4), "rounds": (1, 3), "variables": (1, 2, 5),
-      "rows": (600, 700, 800)})
 
 
 def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
@@ -145,23 +133,19 @@ def test_results_of_a_contest(monkeypatch, capsys):
   seconds = {(None, "plain"): [1., 1., 2.], ("jit", "plain"): [2., 4., 2.],
              ("jit", "ours"): [1., 1., 1.]}
   limit = {2: [0.5, 0.5, 0.25], 3: [1., 1., 1.]}
-  monkeypatch.setattr(harness, "threads", lambda: 2)
   monkeypatch.setattr(harness, "alternate", lambda contenders, *_, **__: {
-      key: seconds.get(key) or [
-          t * ("2 threads" in key[1] or 2) for t in limit[int(key[1][-8])]]
-      for key in contenders})
+      key: seconds.get(key) or limit[int(key[1][-8])] for key in contenders})
   contest = harness.Contest(
-      "some", {"set": "a"}, streams=([(5, 2)], 1),
+      "some", {"set": "a"}, streams=[(5, 2)],
       peers={"x_plain": "plain", "of_fastest": [("jit", "ours"),
                                                 ("jit", "plain")],
              "adds_milliseconds": "plain"})
-  contest.add({"plain": None}, written=2)
+  contest.add({"plain": None}, written={"plain": 2})
   contest.add({"plain": None, "ours": None}, mode="jit",
               written={"plain": 2, "ours": 3})
   first, second, *results = harness.run([contest], 3)
-  # The faster of one and of two threads.
   assert [first["contender"], second["contender"]] == [
-      f"streaming limit, 2 threads, {n} arrays" for n in (2, 3)]
+      f"streaming limit, {n} arrays" for n in (2, 3)]
   assert first["of_limit"] == second["of_limit"] == 1
   common = {"set": "a", "spread": 0.0, "rounds": 3}
   assert results == [
@@ -189,7 +173,7 @@ def test_results_of_a_contest(monkeypatch, capsys):
 def test_contests_of_one_title_are_one_table(capsys):
   def contests():
     for size in 1, 2000:
-      contest = harness.Contest("all", {"size": size}, figure="microseconds")
+      contest = harness.Contest("all", {"size": size})
       contest.add({"ours": lambda: None})
       yield contest
       contest.results[0]["bytes"] = 7 * size
@@ -197,7 +181,7 @@ def test_contests_of_one_title_are_one_table(capsys):
   harness.run(contests(), 1)
   printed = capsys.readouterr().out.split("\n\n")[1]
   assert [row.split()[0] for row in printed.splitlines()] == [
-      "all", "us", "1", "2,000"]
+      "all", "ms", "1", "2,000"]
   assert printed.split()[-1] == "14,000"
 
 
@@ -206,10 +190,10 @@ def test_the_limit_passes_over_as_many_arrays(monkeypatch):
   limit = stream_limit.StreamLimit
   monkeypatch.setattr(stream_limit, "StreamLimit",
                       lambda *args: made.append(limit(*args)) or made[-1])
-  contest = harness.Contest("", {}, streams=(_SHAPES, 4))
+  contest = harness.Contest("", {}, streams=_SHAPES)
   contest.add({"a": lambda: None, "b": lambda: None}, written={"a": 1, "b": 3})
   contest.measure(1)
-  assert [x.bytes for x in made[:2]] == [126 * 4 * (4 + 2 * n) for n in (1, 3)]
+  assert [x.bytes for x in made[:2]] == [126 * 4 * (1 + 2 * n) for n in (1, 3)]
 
 
 def test_table():
@@ -219,7 +203,7 @@ def test_table():
   assert tables.text(results, ["set"]) == (
       "       ms  x other\n"
       "x       1         \n"
-      "yyy  10.3    0.032")
+      "yyy  10.3     0.03")
 
 
 def test_busy_cores():
@@ -242,14 +226,6 @@ def test_threads():
   assert done.stdout.split() == [str(len(os.sched_getaffinity(0))), "7"]
 
 
-def test_resident_bytes():
-  before = harness.resident_bytes()
-  array = np.ones(4_000_000)
-  assert harness.resident_bytes() - before == pytest.approx(32e6, rel=0.05)
-  del array
-  assert harness.resident_bytes() - before < 2e6
-
-
 # The op of each contender's name is in its graph, and no other.
 
 
@@ -265,28 +241,6 @@ def types_in_function(function):
       type_of, function.get_concrete_function().graph.get_operations()))
 
 
-def test_averages_are_what_their_names_say():
-  _, types = types_in_session(lambda: ema.graph(_SHAPES, (0.9, 0.5)))
-  assert types.count("Wrapopt>EmaUpdate") == 1
-  assert types.count("VarHandleOp") == 9 and "VariableV2" not in types
-  assert types.count("AssignSubVariableOp") == 6
-  contenders, _, _ = ema.functions(_SHAPES, (0.9, 0.5))
-  for name, function in contenders.items():
-    types, ours = types_in_function(function), name.startswith("wrapopt")
-    assert types.count("Wrapopt>EmaUpdate") == int(ours)
-    assert types.count("AssignSubVariableOp") == (0 if ours else 6)
-  compiled = contenders["assign_sub, jit_compile"]
-  assert "fusion" in compiled.experimental_get_compiler_ir()("optimized_hlo")
-
-
-def test_means_are_what_their_names_say():
-  contenders, types = types_in_session(lambda: average.graph(_SHAPES, 4))
-  assert types.count("Wrapopt>AveragingAssign") == 1
-  assert types.count("AddN") == len(_SHAPES)
-  op = contenders["wrapopt"]
-  assert (op.get_attr("NT"), op.get_attr("NS")) == (3, 12)
-
-
 def test_gated_steps_are_what_their_names_say():
   contenders, types = types_in_session(lambda: gate.graph(_SHAPES))
   assert list(contenders) == [
@@ -299,16 +253,19 @@ def test_gated_steps_are_what_their_names_say():
   assert types.count("ResourceApplyMomentum") == len(_SHAPES)
 
 
+def momentum():
+  return step.steps_of(_SHAPES, "Momentum")
+
+
 def test_steps_are_what_their_names_say():
-  make = step.OPTIMIZERS["Momentum"]
-  contenders, types = types_in_session(lambda: step.graph(_SHAPES, make))
-  assert list(contenders) == _STEPS
+  contenders, types = types_in_session(lambda: step.graph(momentum))
+  assert list(contenders) == list(step.STEPS)
   assert types.count("Wrapopt>ApplyMomentum") == 3  # K = 0, 1, 3.
   assert "Wrapopt>EmaUpdate" not in types and "VariableV2" not in types
   # The two stock contenders.
   assert types.count("ResourceApplyMomentum") == 2 * len(_SHAPES)
   assert types.count("AssignSubVariableOp") == len(_SHAPES)
-  functions, _, _ = step.in_functions(_SHAPES, make)
+  functions, _, _ = step.in_functions(momentum)
   for name, function in functions.items():
     types, ours = types_in_function(function), name.startswith("wrapopt")
     assert types.count("Wrapopt>ApplyMomentum") == int(ours)
@@ -318,53 +275,36 @@ def test_steps_are_what_their_names_say():
 
 
 def test_compiled_steps_are_what_their_names_say():
-  contenders, _, _ = step.in_functions(
-      _SHAPES, step.OPTIMIZERS["Momentum"], xla.CONTENDERS, jit_compile=True)
+  contenders, _, _ = step.in_functions(momentum, jit_compile=True)
   for name, function in contenders.items():
     hlo = function.experimental_get_compiler_ir()("hlo")
     ours = name.startswith("wrapopt")
     assert ('op_type="Wrapopt>Apply"' in hlo) == ours
     assert ('op_type="ResourceApplyMomentum"' in hlo) == (not ours)
     # Variables and slots, and the averages where there are some.
-    averages = name in ("stock + EMA", "wrapopt K=1")
+    averages = step.STEPS[name]
     assert hlo.split("\n", 1)[0].count("may-alias") == (
         len(_SHAPES) * (2 + averages))
 
 
 def test_steps_begin_alike_on_new_numbers():
   """Neither zero pages nor averages that have arrived."""
-  steps = step.Steps(step.OPTIMIZERS["Adam"])
-  values, grads = step.variables(_SHAPES)
-  for name in _STEPS:
-    steps.apply(name, step._pairs(values, grads))
-  steps.fill(values, grads)
+  steps, = step.steps_of(_SHAPES, "Adam")
+  for name in step.STEPS:
+    steps.apply(name, step._pairs(steps))
+  steps.fill()
+  values = steps.values
   flat = np.concatenate([v.numpy().ravel() for row in (
-      values, grads, steps.slots(values)) for v in row])
+      values, steps.grads, steps.slots()) for v in row])
   assert len(flat) == 4 * 126 + 2
   assert len(np.unique(flat)) > 0.99 * len(flat)
   assert flat.min() >= 0.1 and flat.max() < 1
-  first, *others = steps.averages(values).values()
+  first, *others = steps.averages().values()
   assert len(others) == 4
   for row in others:
     for value, a, b in zip(values, first, row):
       np.testing.assert_array_equal(a.numpy(), b.numpy())
       assert np.all(a.numpy() != value.numpy())
-
-
-def test_instructions_are_counted():
-  hlo = """HloModule m
-
-%fused (p: f32[2]) -> f32[2] {
-  %p = f32[2]{0} parameter(0)
-  ROOT %add.1 = f32[2]{0} add(%p, %p)
-}
-
-ENTRY %main (arg: f32[2]) -> f32[2] {
-  %arg = f32[2]{0} parameter(0), metadata={op_name="x = y"}
-  ROOT %fusion = f32[2]{0} fusion(%arg), kind=kLoop, calls=%fused
-}
-"""
-  assert xla.count_instructions(hlo) == 4
 
 
 def gated(state, rate=1e-3):
@@ -381,18 +321,6 @@ def followed(state, decay=0.99, extra=0.0):
 
 
 @pytest.mark.parametrize("name, expected, state, right, wrong, what", [
-    ("any", lambda *args: ema.expected([0.5], *args),
-     {"value": 1.0, "the average of decay 0.5": 0.0},
-     lambda s: s.update({"the average of decay 0.5": 0.5}),
-     lambda s: s.update({"the average of decay 0.5": 0.5001}),
-     "the average of decay 0.5"),
-    ("any", average.expected,
-     {"the mean": 0.0, "source 1": 0.25, "source 2": 0.75},
-     lambda s: s.update({"the mean": 0.5}), lambda s: None, "the mean"),
-    ("any", average.expected,
-     {"the mean": 0.0, "source 1": 0.25, "source 2": 0.75},
-     lambda s: s.update({"the mean": 0.5}),
-     lambda s: s.update({"the mean": 0.5, "source 1": 0.5}), "source 1"),
     ("gated, admitted", gate.expected,
      {"weights": 1.0, "momenta": 1.0, "gradients": 1.0}, gated,
      lambda s: gated(s, 2e-3), "weights"),
@@ -418,56 +346,6 @@ def test_a_contender_that_does_other_work_is_refused(
     harness.check({name: lambda: wrong(now)}, *arguments)
 
 
-def test_a_round_that_gives_something_else_is_refused():
-  before = [np.zeros(2), np.ones(2)]
-
-  def answers(weights, center):
-    return [([b, b], [weights, center]) for b in before]
-
-  half, other = np.full(2, 0.5), np.full(2, 0.25)
-  average.check_round_of("round", answers(half, half))
-  with pytest.raises(AssertionError, match="round: the weights of worker 0"):
-    average.check_round_of("round", answers(other, half))
-  with pytest.raises(AssertionError, match="round: the centers of worker 0"):
-    average.check_round_of("round", answers(half, other))
-
-
-@pytest.mark.parametrize("part, name, value, text", [
-    ("rounds", "_Rounds.end", None, "rounds: the mean is wrong"),
-    ("gate", "_Gate.end", None, "gate: 100 steps were admitted")])
-def test_growth_of_other_work_is_refused(part, name, value, text, small,
-                                         monkeypatch):
-  del small
-  owner, _, attribute = name.rpartition(".")
-  monkeypatch.setattr(getattr(growth, owner), attribute, lambda *_: value)
-  (make, _, _), = growth._PARTS[part].values()
-  with pytest.raises(AssertionError, match=text):
-    harness.run(make(harness.Contest("", {}), 2), 1)
-
-
-def test_bytes_of_what_is_pushed():
-  """At least those of the mean, and not much more with more workers."""
-  value = tf.ones([growth._PUSHED])
-  for n in 1, 7:
-    held = n * growth._bytes_of_push(n, value)
-    assert 0.9 * 4 * growth._PUSHED < held < 2 * 4 * growth._PUSHED
-
-
-def test_a_table_that_does_not_fit_is_refused():
-  with pytest.raises(SystemExit, match=(
-      r"A table of 1,000,000,000,000 rows needs \d+\.\d GiB of free memory, "
-      r"got \d+\.\d GiB. Limit the rows with --largest.")):
-    next(growth._rows(None, 10**12))
-
-
-def test_sizes_of_a_merge():
-  class Options:
-    megabytes, variables = 1, 3
-  assert merge._sizes(Options) == [131072, 65536, 65536]
-  Options.variables = 1
-  assert merge._sizes(Options) == [262144]
-
-
 @pytest.mark.parametrize("name", _COMMANDS)
 def test_command(name, small, tmp_path, capsys):
   del small
@@ -481,52 +359,19 @@ def test_command(name, small, tmp_path, capsys):
   assert "turn" not in printed.out and "turn" in printed.err
 
 
-def test_counts_of_a_round_and_a_step(small, tmp_path):
-  del small
-  written = benches.run(
-      "average --sets resnet50 --parts round step --rounds 1", tmp_path)
-  ours, stock, inner, *averaging = written["results"]
-  # Each of two workers sends its weights, and gets the centers.
-  least = 2 * 2 * 126 * 4 / 1e6
-  assert least <= ours["megabytes"] and least <= stock["megabytes"]
-  assert ours["transfers"] < stock["transfers"] >= 2 * 2 * len(_SHAPES)
-  assert inner["adds_milliseconds"] == inner["ps_nodes"] == inner["calls"] == 0
-  assert inner["worker_nodes"] >= 3 * len(_SHAPES)
-  assert [(r["contender"], r["calls"], r["bytes"]) for r in averaging] == [
-      ("ModelAverage", 4, 0), ("ElasticAverage", 3, 0)]
-  for r in averaging:
-    assert r["worker_nodes"] > inner["worker_nodes"] and r["ps_nodes"] > 0
-
-
-def test_sizes_and_plot_of_growth(small, tmp_path):
-  del small
-  plot = tmp_path / "plot.png"
-  results = benches.run(f"growth --quick --plot {plot}",
-                        tmp_path)["results"]
-  # --quick leaves the largest out.
-  assert [(r["part"], r["mode"], r["size"]) for r in results] == [
-      ("gate", "threads", 1), ("gate", "threads", 4),
-      ("rounds", "eager", 1), ("rounds", "eager", 3),
-      ("variables", "session", 1), ("variables", "session", 2),
-      ("variables", "tf.function", 1), ("variables", "tf.function", 2),
-      ("rows", "tf.function", 600), ("rows", "tf.function", 700)]
-  assert [r["x_first"] for r in results[::2]] == [1] * 5
-  assert plot.read_bytes().startswith(b"\x89PNG")
-
-
 def test_facts_of_a_run(small, tmp_path):
   del small
-  written = benches.run("ema --quick --sets 400x256", tmp_path)
-  assert written["benchmark"] == "ema"
+  written = benches.run("gate --quick --sets 400x256", tmp_path)
+  assert written["benchmark"] == "gate"
   assert written["environment"].keys() == {
       "wrapopt", "TensorFlow", "kernels", "threads", "processor", "load",
       *(["PyTorch"] if importlib.util.find_spec("torch") else [])}
   assert written["command"] == (
-      "python -m wrapopt.bench ema --quick --sets 400x256")
+      "python -m wrapopt.bench gate --quick --sets 400x256")
   assert written["date"] == datetime.date.today().isoformat()
   assert written["machine"] in ("quiet", "busy")
-  assert {(r["averages"], r["set"], r["rounds"])
-          for r in written["results"]} == {(1, "400x256", 5), (3, "400x256", 5)}
+  assert {(r["set"], r["rounds"]) for r in written["results"]} == {
+      ("400x256", 5)}
 
 
 @pytest.mark.parametrize("before, after, machine", [
@@ -535,8 +380,8 @@ def test_command_says_whether_the_machine_is_busy(
     before, after, machine, monkeypatch, tmp_path, capsys):
   busy = [before, after]
   monkeypatch.setattr(harness, "busy_cores", lambda: busy.pop(0))
-  monkeypatch.setattr(ema, "contests", lambda options: [])
-  assert benches.run("ema", tmp_path)["machine"] == machine
+  monkeypatch.setattr(gate, "contests", lambda options: [])
+  assert benches.run("gate", tmp_path)["machine"] == machine
   assert capsys.readouterr().out.endswith(
       f"{machine} machine: other work used {before:.2f} cores before and "
       f"{after:.2f} after\n")
@@ -549,8 +394,8 @@ def test_command_of_a_result():
 
 def test_command_of_plain_hlo(monkeypatch):
   monkeypatch.setenv("WRAPOPT_XLA_ON_CPU", "hlo")
-  assert command._command(["xla"]) == (
-      "WRAPOPT_XLA_ON_CPU=hlo python -m wrapopt.bench xla")
+  assert command._command(["step"]) == (
+      "WRAPOPT_XLA_ON_CPU=hlo python -m wrapopt.bench step")
 
 
 def test_progress_is_printed_at_once(monkeypatch):
@@ -559,30 +404,28 @@ def test_progress_is_printed_at_once(monkeypatch):
   os.set_blocking(read, False)
   with open(read, "rb", buffering=0) as out, open(write, "w") as pipe:
     monkeypatch.setattr(sys, "stdout", pipe)
-    harness.Contest("", {"set": "some"}).say("built")
-    assert out.read(100) == b"some: built, 0 s\n"
+    harness.Contest("", {"set": "some"}).add({"ours": None})
+    assert out.read(100) == b"some: 1 ready, 0 s\n"
 
 
 @pytest.mark.parametrize("arguments, rounds", [
-    (["ema"], 15), (["ema", "--quick"], 5), (["merge"], 3),
-    (["merge", "--rounds", "4"], 4)])
+    (["gate"], 15), (["gate", "--quick"], 5), (["gate", "--rounds", "4"], 4)])
 def test_command_without_arguments_runs_all(arguments, rounds, monkeypatch):
   asked = []
   monkeypatch.setattr(harness, "run", lambda contests, n: asked.append(n) or [])
-  monkeypatch.setattr(ema, "contests", lambda options: asked.append(
+  monkeypatch.setattr(gate, "contests", lambda options: asked.append(
       options.sets))
   command.main(arguments)
-  assert asked[-1] == rounds
-  assert arguments[0] == "merge" or asked[0] == list(sets.VARIABLE_SETS)
+  assert asked == [list(sets.VARIABLE_SETS), rounds]
 
 
 @pytest.mark.parametrize("args,error", [
     (["step", "--optimizers", "Adamax"],
      "argument --optimizers: invalid choice: 'Adamax'"),
     ([], "the following arguments are required: NAME"),
-    (["emu"], "invalid choice: 'emu'"),
-    (["ema", "--sets", "vgg"], "argument --sets: invalid choice: 'vgg'"),
-    (["ema", "--json", "/no/such/folder/f"],
+    (["gates"], "invalid choice: 'gates'"),
+    (["gate", "--sets", "vgg"], "argument --sets: invalid choice: 'vgg'"),
+    (["gate", "--json", "/no/such/folder/f"],
      "argument --json: cannot write /no/such/folder/f: "
      "No such file or directory"),
 ])
@@ -597,5 +440,5 @@ def test_command_errors(args, error, capsys, monkeypatch):
 def test_help_of_the_command():
   done = processes.run_python("-m", "wrapopt.bench", "--help")
   assert done.returncode == 0, done.stderr
-  assert "ema" in done.stdout
-  assert "Exponential moving averages of many variables" in done.stdout
+  assert "gate" in done.stdout
+  assert "The staleness gate: the cost of an admitted" in done.stdout

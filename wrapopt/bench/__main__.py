@@ -16,8 +16,7 @@ import sys
 from wrapopt.bench import harness
 from wrapopt.bench import tables
 
-_BENCHMARKS = ("average", "embedding", "ema", "gate", "growth", "keras",
-               "merge", "rounds", "step", "xla")
+_BENCHMARKS = ("embedding", "gate", "keras", "rounds", "step")
 # More use of the processor by other work, in cores, changes figures.
 _QUIET = 0.1
 
@@ -45,7 +44,6 @@ def main(argv=None):
     command.add_argument("--quick", action="store_true",
                          help="5 rounds instead of 15; not for figures")
     command.add_argument("--rounds", type=int, metavar="N",
-                         default=command.get_default("rounds"),
                          help="the number of turns of each contender")
     command.add_argument("--json", metavar="FILE",
                          help="a file for the results")
@@ -67,7 +65,8 @@ def main(argv=None):
   print(", ".join(f"{key} {value}" for key, value in environment.items()),
         flush=True)
   others = [harness.busy_cores()]
-  results = harness.run(options.run(options), harness.rounds(options))
+  results = harness.run(options.run(options), options.rounds or (
+      5 if options.quick else 15))
   others.append(harness.busy_cores())
   # All figures of the run stand for this machine and this load.
   machine = "quiet" if max(others) <= _QUIET else "busy"

@@ -38,29 +38,14 @@ from wrapopt import ops
 _DECAY = 0.99
 _WIDTH = 64
 # The loss is a mean, and a row in every tenth sample must not diverge.
-_RATE = 4.0
-_ACCUMULATOR = 0.1
-_ADAM_RATE = 1e-3
+_RATE, _ADAM_RATE = 4.0, 1e-3
 _PLAIN, _STOCK, _WRAPOPT, _WITHOUT = CONTENDERS = (
     "plain", "stock average", "wrapopt", "wrapopt, K = 0")
 
 _V1 = {
     "SGD": lambda: tf.compat.v1.train.GradientDescentOptimizer(_RATE),
-    "Adagrad": lambda: tf.compat.v1.train.AdagradOptimizer(
-        _RATE, initial_accumulator_value=_ACCUMULATOR),
     "LazyAdam": lambda: LazyAdamOptimizer(_ADAM_RATE),
 }
-
-
-def _keras_optimizer(name, **kwargs):
-  # pylint: disable=g-import-not-at-top
-  import wrapopt.keras
-
-  if name == "SGD":
-    return keras.optimizers.SGD(_RATE, **kwargs)
-  if name == "Adagrad":
-    return keras.optimizers.Adagrad(_RATE, _ACCUMULATOR, **kwargs)
-  return wrapopt.keras.LazyAdam(_ADAM_RATE, **kwargs)
 
 
 def _uniform(rng, rows, count):
@@ -92,17 +77,32 @@ class Training(typing.NamedTuple):
   Attributes:
     steps: {name: function that takes a step with a batch}.
     batches: The batches, arguments of these functions.
-    assign: A function that assigns new numbers to the tables.
-    read: A function that returns some rows of a contender's table, and of its
-      average if it has one, which it makes catch up.
+    tables: {name: the table that it trains}: a step of one contender would
+      bring the averages of another up to date.
+    averages: {name: function that makes its average catch up and returns it}.
+    run: A function that evaluates the tensors of a list that a function makes.
     is_lazy: A function that returns whether wrapopt's average is lazy, as far
       as the variables allow it.
   """
   steps: dict
   batches: list
-  assign: typing.Callable
-  read: typing.Callable
+  tables: dict
+  averages: dict
+  run: typing.Callable
   is_lazy: typing.Callable
+
+  def assign(self, n):
+    """Assigns new numbers to the tables."""
+    self.run(lambda: [table.assign(sets.numbers(table.shape, (n, n)))
+                      for table in self.tables.values()])
+
+  def read(self, name, rows):
+    """Some rows of a contender's table, and of its average if it has one."""
+    # A gather from the variable itself would change how TensorFlow reads it.
+    return self.run(lambda: [
+        tf.gather(tf.convert_to_tensor(v), rows)
+        for v in (self.tables[name], self.averages.get(name, lambda: None)())
+        if v is not None])
 
 
 def add_arguments(parser):
@@ -165,113 +165,100 @@ def _loss(looked_up, target):
       tf.reduce_sum(tf.math.squared_difference(looked_up, target), -1))
 
 
-class _Tables:
-  """A table and an optimizer for each contender.
+def _of_v1(problem, use_resource=True):
+  """(function that makes the ops of a step, tables, averages, is_lazy)."""
+  variable = functools.partial(tf.compat.v1.Variable, use_resource=use_resource)
+  optimizers = {name: _V1[problem.optimizer]() for name in CONTENDERS}
+  ours = MovingAverageOptimizer(optimizers[_WRAPOPT], _DECAY)
+  stock = tf.train.ExponentialMovingAverage(_DECAY)
+  target = variable(problem.target, trainable=False)
+  tables = {name: variable(lambda: tf.zeros([problem.rows, _WIDTH]))
+            for name in CONTENDERS}
+  if tf.executing_eagerly():
+    stock.apply([tables[_STOCK]])  # Makes the average.
 
-  A step of one contender would bring the averages of another up to date.
-  """
-
-  def __init__(self, problem, use_resource=True):
-    variable = functools.partial(tf.compat.v1.Variable,
-                                 use_resource=use_resource)
-    self._inner = {name: _V1[problem.optimizer]() for name in CONTENDERS}
-    self._ours = MovingAverageOptimizer(self._inner[_WRAPOPT], _DECAY)
-    self._stock = tf.train.ExponentialMovingAverage(_DECAY)
-    self._target = variable(problem.target, trainable=False)
-    self.tables = {name: variable(
-        lambda: tf.zeros([problem.rows, _WIDTH])) for name in CONTENDERS}
-    if tf.executing_eagerly():
-      self._stock.apply([self.tables[_STOCK]])  # Makes the average.
-
-  def take(self, name, ids):
-    """Makes the ops of a step; returns the one to run in a graph."""
-    inner, table = self._inner[name], self.tables[name]
-    pairs = inner.compute_gradients(
-        _loss(tf.gather(table, ids), self._target), [table])
+  def take(name, ids):
+    inner, table = optimizers[name], tables[name]
+    pairs = inner.compute_gradients(_loss(tf.gather(table, ids), target),
+                                    [table])
     if name == _WRAPOPT:
-      return self._ours.apply_gradients(pairs)
+      return ours.apply_gradients(pairs)
     if name == _WITHOUT:  # wrapopt's op, without an average.
       return _fused.apply_gradients(inner, _fused.rule_of(inner),
                                     _step.Step(pairs, None))
     done = inner.apply_gradients(pairs)
     if name == _STOCK:
       with tf.control_dependencies([done]):
-        return self._stock.apply([table])
+        return stock.apply([table])
     return done
 
-  def read(self, name, rows):
-    """Some rows of a contender's table, and of its average if it has one."""
-    table, average = self.tables[name], {
-        _STOCK: self._stock, _WRAPOPT: self._ours}.get(name)
-    return [tf.gather(v, rows) for v in (
-        table, average and average.average(table)) if v is not None]
-
-  def is_lazy(self):
-    return self._ours.is_lazy(self.tables[_WRAPOPT])
+  return take, tables, {
+      _STOCK: lambda: stock.average(tables[_STOCK]),
+      _WRAPOPT: lambda: ours.average(tables[_WRAPOPT]),
+  }, lambda: ours.is_lazy(tables[_WRAPOPT]) == use_resource
 
 
 def _in_session(problem, use_resource=True):
   tf1 = tf.compat.v1
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
-    seed = tf1.placeholder(tf.int32, [2])
     ids = tf1.placeholder(tf.int32, problem.batches[0].shape)
-    some = tf1.placeholder(tf.int32, [None])
-    of = _Tables(problem, use_resource)
-    trains = {name: of.take(name, ids) for name in CONTENDERS}
-    read = {name: of.read(name, some) for name in CONTENDERS}
-    numbers = sets.numbers((problem.rows, _WIDTH), seed)
-    assign = [table.assign(numbers).op for table in of.tables.values()]
+    take, tables, averages, is_lazy = _of_v1(problem, use_resource)
+    trains = {name: take(name, ids) for name in CONTENDERS}
     # Averages start at the tables.
-    inits = [tf1.variables_initializer(list(of.tables.values())),
+    inits = [tf1.variables_initializer(list(tables.values())),
              tf1.global_variables_initializer()]
   session = tf1.Session(graph=graph)
   for init in inits:
     session.run(init)
+
+  def run(make):
+    with graph.as_default(), tf.device("/cpu:0"):
+      return session.run(make())
+
   return Training(
       {name: session.make_callable(train, feed_list=[ids])
-       for name, train in trains.items()}, problem.batches,
-      lambda n: session.run(assign, {seed: (n, n)}),
-      lambda name, rows: session.run(read[name], {some: rows}),
-      lambda: of.is_lazy() == use_resource)
+       for name, train in trains.items()}, problem.batches, tables, averages,
+      run, is_lazy)
+
+
+def _eagerly(make):
+  return [x.numpy() for x in make()]
 
 
 def _in_functions(problem):
   with tf.device("/cpu:0"):
-    of = _Tables(problem)
+    take, *of_tables, is_lazy = _of_v1(problem)
     batches = list(map(tf.constant, problem.batches))
 
   def step(name):
     def function(ids):
-      of.take(name, ids)
+      take(name, ids)
     function = tf.function(function, autograph=False)
     # TensorFlow warns of functions of one name that their calls trace.
     function.get_concrete_function(batches[0])
     return function
 
-  def assign(n):
-    for table in of.tables.values():
-      table.assign(sets.numbers(table.shape, (n, n)))
-
-  return Training(
-      {name: step(name) for name in CONTENDERS}, batches, assign,
-      lambda name, rows: [x.numpy() for x in of.read(name, rows)], of.is_lazy)
+  return Training({name: step(name) for name in CONTENDERS}, batches,
+                  *of_tables, _eagerly, is_lazy)
 
 
 def _in_keras(problem, jit):
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
 
-  make = lambda **kwargs: _keras_optimizer(problem.optimizer, **kwargs)
+  def make(**kwargs):
+    return (keras.optimizers.SGD(_RATE, **kwargs)
+            if problem.optimizer == "SGD" else
+            wrapopt.keras.LazyAdam(_ADAM_RATE, **kwargs))
+
   opts = {_PLAIN: make(), _STOCK: make(use_ema=True, ema_momentum=_DECAY),
-          # Keras's Adagrad would take the step itself.
-          _WRAPOPT: wrapopt.keras.MovingAverage(make(), _DECAY,
-                                                sum_duplicates=True)}
+          _WRAPOPT: wrapopt.keras.MovingAverage(make(), _DECAY)}
   target = tf.constant(problem.target)
   steps, tables = {}, {}
   for name, opt in opts.items():
-    # A table for each contender: TensorFlow's sparse steps put a table into a
-    # mode in which a read, such as Keras's lookup of rows, copies all of it.
+    # TensorFlow's sparse steps put a table into a mode in which a read, such as
+    # Keras's lookup of rows, copies all of it.
     layer = keras.layers.Embedding(problem.rows, _WIDTH,
                                    embeddings_initializer="zeros")
     model = keras.Sequential([keras.Input((), dtype="int32"), layer])
@@ -282,24 +269,12 @@ def _in_keras(problem, jit):
                            reduce_retracing=True)
     steps[name] = lambda batch, function=function: function(batch)
     tables[name] = layer.embeddings
-
-  def assign(n):
-    for table in tables.values():
-      table.value.assign(sets.numbers(table.shape, (n, n)))
-
-  def read(name, rows):
-    table = tables[name]
-    average = {
-        _STOCK: lambda: opts[_STOCK]._model_variables_moving_average[0],
-        _WRAPOPT: lambda: opts[_WRAPOPT].average(table),
-    }.get(name, lambda: None)()
-    # A gather from the variable itself would put it into that mode.
-    return [tf.gather(v.value.read_value(), rows).numpy()
-            for v in (table, average) if v is not None]
-
   return Training(
-      steps, [(tf.constant(ids), target) for ids in problem.batches], assign,
-      read, lambda: opts[_WRAPOPT].is_lazy(tables[_WRAPOPT]))
+      steps, [(tf.constant(ids), target) for ids in problem.batches],
+      {name: table.value for name, table in tables.items()}, {
+          _STOCK: lambda: opts[_STOCK]._model_variables_moving_average[0],
+          _WRAPOPT: lambda: opts[_WRAPOPT].average(tables[_WRAPOPT])},
+      _eagerly, lambda: opts[_WRAPOPT].is_lazy(tables[_WRAPOPT]))
 
 
 MODES = {
@@ -358,23 +333,6 @@ def _gradient(values, rows, problem):
 
 def _catch_up(rows):
   """A Contest of the catch-up of all rows."""
-
-  def expected(name, before, after):
-    del name, after
-    average = before["the average"]
-    return {"the average": (
-        average + (1 - _DECAY) * (before["value"] - average), 2e-6)}
-
-  contest = harness.Contest(
-      f"all rows of {rows:,} x {_WIDTH} catch up",
-      {"mode": _CATCH_UP, "rows": rows}, expected=expected,
-      streams=([(rows, _WIDTH)], 1))
-  contest.add(*catching_up(rows), written=1)
-  return contest
-
-
-def catching_up(rows):
-  """As `harness.in_session`, but eagerly."""
   with tf.device("/cpu:0"):
     value, shadow = (tf.Variable(tf.zeros([rows, _WIDTH])) for _ in range(2))
     log_decays = tf.Variable(tf.zeros([rows + 2], tf.float64))
@@ -392,5 +350,16 @@ def catching_up(rows):
     catch_up()
     harness.wait_for_huge_pages()
 
-  return {_CATCH_UP: catch_up}, place, lambda: {
-      "the average": shadow[-1], "value": value[-1]}
+  def expected(name, before, after):
+    del name, after
+    average = before["the average"]
+    return {"the average": (
+        average + (1 - _DECAY) * (before["value"] - average), 2e-6)}
+
+  contest = harness.Contest(
+      f"all rows of {rows:,} x {_WIDTH} catch up",
+      {"mode": _CATCH_UP, "rows": rows}, expected=expected,
+      streams=[(rows, _WIDTH)])
+  contest.add({_CATCH_UP: catch_up}, place, lambda: {
+      "value": value[-1], "the average": shadow[-1]}, written={_CATCH_UP: 1})
+  return contest

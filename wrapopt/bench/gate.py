@@ -12,23 +12,65 @@ change the variables correctly and dropped steps do not change them. The cost of
 a dropped step must not depend on the size of the variables, and only a little
 on their number.
 
-With --cluster, it measures the gate of Keras in a cluster instead:
-wrapopt/bench/gate_cluster.py.
+With --cluster, it measures instead steps of Keras that a coordinator schedules,
+on workers and two parameter servers, each a process on this machine. A step
+reads all weights and sends a gradient for each. One worker takes steps with
+momentum:
+
+  Keras             keras.optimizers.SGD itself, which may lose its count
+  ungated           the same in a wrapper: one op on each server
+  gated, admitted   inside of wrapopt.keras.DropStaleGradient
+  gated, dropped    the same with a limit that admits nothing
+
+With --cluster and --workers, so many workers race, for each number, with steps
+of three kinds: tiny ones, tiny ones that also wait for 20 ms, and those of a
+model of 21 MB. The optimizers are
+
+  Keras's Adam        keras.optimizers.Adam itself, which may lose its count
+  MovingAverage       wrapopt.keras.MovingAverage around it
+  DropStaleGradient   wrapopt.keras.DropStaleGradient around it, admitted
 """
 
+import contextlib
+import time
+
+import keras
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
 
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
-from wrapopt.bench import gate_cluster
 from wrapopt.bench import harness
 from wrapopt.bench import sets
+from wrapopt.bench import step as step_bench
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
+from wrapopt.examples import _cluster
 
 _RATE, _MOMENTUM = 1e-3, 0.9
-_UNGATED = "ungated, one op"
-_STOCK = "ungated, stock"
-_COND = "tf.cond around stock, admitted"
+_UNGATED, _STOCK, _COND = (
+    "ungated, one op", "ungated, stock", "tf.cond around stock, admitted")
+_ALL, _NONE = 10**9, -1  # Limits of staleness.
+_sgd = lambda: keras.optimizers.SGD(_RATE, momentum=_MOMENTUM)
+_adam = lambda: keras.optimizers.Adam(_RATE)
+# {contender: (inner optimizer, a wrapper of Keras's half and its argument)}.
+_OF_SETS = {
+    "Keras": (_sgd,),
+    "ungated": (_sgd,),
+    "gated, admitted": (_sgd, "DropStaleGradient", _ALL),
+    "gated, dropped": (_sgd, "DropStaleGradient", _NONE),
+}
+_OF_WORKERS = {
+    "Keras's Adam": (_adam,),
+    "MovingAverage": (_adam, "MovingAverage", 0.999),
+    "DropStaleGradient": (_adam, "DropStaleGradient", _ALL),
+}
+# {kind of step: (shapes of the variables, seconds of waiting)}.
+KINDS = {
+    "tiny": ([(8,)] * 4, 0.0),
+    "waiting": ([(8,)] * 4, 0.02),
+    "21 MB": ([(1280, 1024)] * 4, 0.0),
+}
 
 
 def add_arguments(parser):
@@ -43,16 +85,31 @@ def add_arguments(parser):
 
 
 def contests(options):
-  if options.cluster:
-    yield from gate_cluster.contests(options)
+  if options.cluster and options.workers:
+    for workers in options.workers:
+      for kind, (shapes, wait) in KINDS.items():
+        yield from _in_cluster(
+            _OF_WORKERS, shapes, wait, workers,
+            f"{kind}, {workers} worker{'s' * (workers > 1)}",
+            {"part": "workers", "kind": kind, "workers": workers},
+            peers={"of_keras": "Keras's Adam"}, figure="steps_per_second",
+            turn_seconds=0.5 * workers)
     return
-  for name, shapes in harness.chosen_sets(options):
-    contest = harness.Contest(
-        sets.described(name, shapes), {"set": name},
-        peers={"x_ungated": _UNGATED, "x_stock": _STOCK, "x_cond": _COND},
-        expected=expected)
-    contest.add(*harness.in_session(lambda shapes=shapes: graph(shapes)))
-    yield contest
+  for name in options.sets:
+    shapes = sets.VARIABLE_SETS[name]
+    if options.cluster:
+      yield from _in_cluster(
+          _OF_SETS, shapes, 0.0, 1,
+          f"{sets.described(name)}, on two parameter servers",
+          {"part": "cluster", "set": name},
+          peers={"x_keras": "Keras", "x_ungated": "ungated"})
+    else:
+      contest = harness.Contest(
+          sets.described(name), {"set": name},
+          peers={"x_ungated": _UNGATED, "x_stock": _STOCK, "x_cond": _COND},
+          expected=expected)
+      contest.add(*harness.in_session(lambda shapes=shapes: graph(shapes)))
+      yield contest
 
 
 def expected(name, before, after):
@@ -67,17 +124,9 @@ def expected(name, before, after):
 
 def graph(shapes):
   """As `harness.in_session` wants it."""
-  tf1 = tf.compat.v1
-
-  def variables(name):
-    return [tf1.get_variable(f"{name}{i}", shape, use_resource=True,
-                             trainable=False,
-                             initializer=tf1.zeros_initializer())
-            for i, shape in enumerate(shapes)]
-
-  weights, gradients = variables("w"), variables("g")
-  step = tf1.train.get_or_create_global_step()
-  inner = tf1.train.MomentumOptimizer(_RATE, _MOMENTUM)
+  weights, gradients = (step_bench.variables(shapes) for _ in range(2))
+  step = tf.compat.v1.train.get_or_create_global_step()
+  inner = tf.compat.v1.train.MomentumOptimizer(_RATE, _MOMENTUM)
   pairs = [(g.read_value(), v) for g, v in zip(gradients, weights)]
 
   def gated(limit):
@@ -99,12 +148,96 @@ def graph(shapes):
   trains = {
       _UNGATED: _fused.apply_gradients(
           inner, _fused.rule_of(inner), _step.Step(pairs, step)),
-      "gated, admitted": gated(10**9),
+      "gated, admitted": gated(_ALL),
       _STOCK: inner.apply_gradients(pairs, step),
-      _COND: compared(10**9),
-      "gated, dropped": gated(-1),
-      "tf.cond around stock, dropped": compared(-1),
+      _COND: compared(_ALL),
+      "gated, dropped": gated(_NONE),
+      "tf.cond around stock, dropped": compared(_NONE),
   }
   rows = [weights, [inner.get_slot(v, "momentum") for v in weights], gradients]
   return trains, sets.filled(rows, range(3)), dict(zip(
       ("weights", "momenta", "gradients"), map(harness.sample, rows)))
+
+
+def _in_cluster(contenders, shapes, wait, workers, *title, **how):
+  """Yields a contest of steps that a cluster takes."""
+  with _cluster.Cluster(
+      [prepare, turn], preload=[__name__, "wrapopt.keras"], coordinator=True,
+      ps=2, worker=workers) as cluster:
+    task = cluster.tasks["coordinator", 0]
+    contest = harness.Contest(*title, **how)
+    task.ask("prepare", names=list(contenders), shapes=shapes, wait=wait)
+    contest.add({name: harness.RemoteContender(
+        lambda calls, of=name: task.ask("turn", of=of, calls=calls))
+                 for name in contenders})
+    yield contest
+
+
+# These run in the coordinator's process.
+
+
+def prepare(task, names, shapes, wait):
+  """Makes the variables and steps of all contenders, and checks the steps."""
+  # pylint: disable=g-import-not-at-top
+  import wrapopt.keras
+  from wrapopt.keras import _followers
+  from wrapopt.keras import _steps
+
+  strategy = tf.distribute.ParameterServerStrategy(
+      tf.distribute.cluster_resolver.SimpleClusterResolver(
+          tf.train.ClusterSpec(task.spec), rpc_layer="grpc"))
+  task.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+  def waited():
+    """0, after `wait` seconds in which the worker's cores are free."""
+    # Such a data set also waits before its end.
+    return tf.cast(tf.data.Dataset.range(0).apply(
+        testing.sleep(round(1e6 * wait))).reduce(
+            np.int64(0), lambda total, x: total + x), tf.float32)
+
+  def gradients_of(weights):
+    values = [w.value.read_value() for w in weights]
+    late = waited() if wait else 0.0
+    return [0.5 * value + late for value in values]
+
+  def step_of(name):
+    with strategy.scope():
+      weights = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
+      make, *wrapper = {**_OF_SETS, **_OF_WORKERS}[name]
+      optimizer = make()
+      if wrapper:
+        optimizer = getattr(wrapopt.keras, wrapper[0])(optimizer, wrapper[1])
+      optimizer.build(weights)
+      record = getattr(optimizer, "record_step", contextlib.nullcontext)
+      if name == "ungated":
+        optimizer = _steps.followed(optimizer, [_followers.NoFollower()])
+
+    @tf.function
+    def step():
+      def replica():
+        with record():
+          gradients = gradients_of(weights)
+        optimizer.apply(gradients, weights)
+      strategy.run(replica)
+
+    return weights, step
+
+  task.contenders = {name: step_of(name) for name in names}
+  for name, (weights, _) in task.contenders.items():
+    turn(task, name, 1)
+    # The first step of Adam is one of the learning rate.
+    change = {"gated, dropped": 0.0}.get(
+        name, 0.5 * _RATE if name in _OF_SETS else _RATE)
+    if not all(np.allclose(w.numpy(), 1 - change, rtol=0, atol=1e-6)
+               for w in weights):
+      raise AssertionError(f"{name}: a wrong step.")
+
+
+def turn(task, of, calls):
+  """Takes steps, as many at a time as workers; returns the seconds of one."""
+  _, step = task.contenders[of]
+  start = time.perf_counter()
+  for _ in range(calls):
+    task.coordinator.schedule(step)
+  task.coordinator.join()
+  return (time.perf_counter() - start) / calls

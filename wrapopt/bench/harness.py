@@ -4,20 +4,16 @@ A benchmark yields contests. A contest has contenders that do the same work,
 each in a mode; the harness measures them in turns.
 """
 
-import contextlib
-import ctypes
 import functools
 import gc
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
 import platform
 import random
 import re
 import statistics
-import subprocess
 import time
 
 import numpy as np
@@ -72,14 +68,9 @@ def _busy_ticks():
 
 
 def _processor():
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as f:
-      for line in f:
-        if line.startswith("model name"):
-          return line.split(":", 1)[1].strip()
-  except OSError:
-    pass
-  return platform.machine()
+  with open("/proc/cpuinfo", encoding="utf-8") as f:
+    found = re.search(r"^model name\s*: (.*)", f.read(), re.M)
+  return found[1] if found else platform.machine()
 
 
 def add_choice(parser, name, choices, default=None, what=""):
@@ -95,15 +86,6 @@ def add_choice(parser, name, choices, default=None, what=""):
 def add_sets(parser, default=None):
   add_choice(parser, "sets", sets.VARIABLE_SETS, default,
              "the sets of variables")
-
-
-def chosen_sets(options):
-  """[(name, shapes)] of --sets."""
-  return [(name, sets.VARIABLE_SETS[name]) for name in options.sets]
-
-
-def rounds(options):
-  return options.rounds or (5 if options.quick else 15)
 
 
 def run(contests, n_rounds):
@@ -123,11 +105,6 @@ def run(contests, n_rounds):
     print(f"\n{title}\n{tables.text(of_title, facts)}", flush=True)
     results += of_title
   return results
-
-
-_FIGURES = {"seconds": lambda x: x, "milliseconds": lambda x: 1e3 * x,
-            "microseconds": lambda x: 1e6 * x,
-            "steps_per_second": lambda x: 1 / x}
 
 
 class Contest:
@@ -151,21 +128,21 @@ class Contest:
         of a contender and its peer, "of_..." that of their speeds, "adds_..."
         the difference in milliseconds.
       expected: As in `check`: how `add` checks contenders.
-      streams: (shapes, number of arrays of each that a step only reads), if
-        steps are compared with the streaming limit.
-      figure: One of _FIGURES: how the time of a call is given.
+      streams: The shapes of what a step reads and writes, if it is compared
+        with the streaming limit. It reads one array of each more than it
+        writes.
+      figure: How the time of a call is given: "milliseconds", or
+        "steps_per_second".
       **how: Other arguments of `alternate`.
     """
     self.title, self.facts, self.results = title, facts, []
     self._peers, self._expected, self._streams = peers or {}, expected, streams
     self._figure, self._how = figure, how
-    self._contenders, self._known, self._written = {}, {}, {}
-    self._places = []
+    self._contenders, self._written, self._places = {}, {}, []
     self._start = time.monotonic()
     gc.collect()  # Arrays of the last contest.
 
-  def add(self, contenders, place=None, state=None, mode=None, written=None,
-          figures=None):
+  def add(self, contenders, place=None, state=None, mode=None, written=None):
     """Adds contenders, after a check.
 
     Args:
@@ -173,9 +150,8 @@ class Contest:
       place: A function that makes new arrays.
       state: As in `check`; None if there is nothing to check.
       mode: How they are run; None if there is one way.
-      written: {name: the number of arrays of each shape that it writes}, or the
-        number for all.
-      figures: {name: {figure: value}} that are known already.
+      written: {name: the number of arrays of each shape that it writes}, of
+        those that are compared with the streaming limit.
     """
     if state is not None:
       check({f"{mode}, {name}" if mode else name: call
@@ -183,18 +159,13 @@ class Contest:
             state, self._expected, place)
     for name, call in contenders.items():
       self._contenders[mode, name] = call
-      self._known[mode, name] = (figures or {}).get(name, {})
-      if written is not None:
-        self._written[mode, name] = (written[name] if isinstance(written, dict)
-                                     else written)
+      if name in (written or ()):
+        self._written[mode, name] = written[name]
     if place is not None:
       self._places.append(place)
-    self.say(f"{mode or len(contenders)} ready")
-
-  def say(self, what):
-    """Prints what is done: a case may take minutes before its table."""
-    print(f"{self._label()}: {what}, {time.monotonic() - self._start:.0f} s",
-          flush=True)
+    # A case may take minutes before its table.
+    print(f"{self._label()}: {mode or len(contenders)} ready, "
+          f"{time.monotonic() - self._start:.0f} s", flush=True)
 
   def measure(self, n_rounds):
     """Measures the contenders, frees them and returns the results."""
@@ -209,29 +180,23 @@ class Contest:
       return min((seconds[key] for key in keys if key in seconds),
                  key=statistics.median, default=None)
 
-    # For a small set, threads slow the limit down.
-    of_arrays = {n: fastest(key for key in limits if self._written[key] == n)
-                 for n in self._written.values()}
     for (mode, name), times in seconds.items():
       written = self._written.get((mode, name))
-      if (mode, name) in limits and times is not of_arrays[written]:
-        continue
       median = statistics.median(times)
       result = {**self.facts, **({"mode": mode} if mode else {}),
-                "contender": name, self._figure: _FIGURES[self._figure](median),
-                "spread": spread(times)}
+                "contender": name, self._figure: (
+                    1e3 * median if self._figure == "milliseconds" else
+                    1 / median), "spread": spread(times)}
       if written is not None:
-        shapes, read = self._streams
         result["gigabytes_per_second"] = (
-            4e-9 * sum(sets.sizes(shapes)) * (read + 2 * written) / median)
-        result["of_limit"] = speedup(times, of_arrays[written])
+            4e-9 * sum(sets.sizes(self._streams)) * (1 + 2 * written) / median)
+        result["of_limit"] = speedup(times, seconds[_limit(written)])
       for what, peer in self._peers.items():
         peer = (seconds.get((mode, peer)) if isinstance(peer, str) else
                 fastest(peer))
         if peer is not None:
           result[what] = _compared(what, times, peer)
-      self.results.append({
-          **result, **self._known.get((mode, name), {}), "rounds": n_rounds})
+      self.results.append({**result, "rounds": n_rounds})
     return self.results
 
   def _label(self):
@@ -245,21 +210,23 @@ class Contest:
     counts = sorted(set(self._written.values()))
     if not counts:
       return {}, []
-    shapes, reads = self._streams
     made, passes = {}, {}
 
     def place():
       made.clear()  # Free the old arrays first.
-      read, written = sets.streams(shapes, counts[-1], reads)
+      read, *written = sets.streams(self._streams, 1 + counts[-1])
       for n in counts:
-        made[n] = stream_limit.StreamLimit(read, written[:n])
+        made[n] = stream_limit.StreamLimit([read], written[:n])
 
-    for n, k in itertools.product(counts, sorted({1, threads()})):
-      key = None, (f"streaming limit, {k} thread{'s' * (k > 1)}" +
-                   f", {n} array{'s' * (n > 1)}" * (len(counts) > 1))
-      passes[key] = functools.partial(lambda n, k: made[n].run(k), n, k)
-      self._written[key] = n
+    for n in counts:
+      passes[_limit(n)] = functools.partial(
+          lambda n: made[n].run(threads()), n)
+      self._written[_limit(n)] = n
     return passes, [place]
+
+
+def _limit(arrays):
+  return None, f"streaming limit, {arrays} array{'s' * (arrays > 1)}"
 
 
 def _compared(what, times, peer):
@@ -326,7 +293,7 @@ def in_session(make):
 
   place()
   return ({name: session.make_callable(op) for name, op in ops.items()}, place,
-          session.make_callable(state))
+          session.make_callable(state) if state else dict)
 
 
 def sample(variables):
@@ -334,31 +301,6 @@ def sample(variables):
   return tf.concat(
       [tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
        for v in variables], axis=0)
-
-
-@contextlib.contextmanager
-def in_torch(python, *given):
-  """Contenders of PyTorch in another process.
-
-  Args:
-    python: An interpreter.
-    *given: The arguments of torch_step.Steps, but the number of threads.
-
-  Yields:
-    {code: RemoteContender}, and a function that makes new arrays.
-  """
-  program = os.path.join(os.path.dirname(__file__), "torch_step.py")
-  with subprocess.Popen(
-      [python, program, json.dumps([*given, threads()])],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-
-    def ask(*line):
-      process.stdin.write(json.dumps(line) + "\n")
-      process.stdin.flush()
-      return json.loads(process.stdout.readline())
-
-    yield ({code: RemoteContender(functools.partial(ask, "seconds", code))
-            for code in ask("codes")}, lambda: ask("place"))
 
 
 def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05,
@@ -422,15 +364,6 @@ def wait_for_huge_pages():
     time.sleep(0.1)
     now = in_huge_pages()
     still, before = (still + 1 if now == before else 0), now
-
-
-def resident_bytes():
-  """Bytes of this process in memory that no file backs, without garbage."""
-  gc.collect()
-  # The allocator otherwise keeps what is free.
-  ctypes.CDLL(None).malloc_trim(0)
-  with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
-    return 1024 * int(re.search(r"Anonymous:\s*(\d+)", file.read())[1])
 
 
 class RemoteContender:

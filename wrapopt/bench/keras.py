@@ -28,13 +28,6 @@ pass, the backward pass, the update and the metrics. Calls of `fit` itself would
 add its start and end, which are no part of a step. All contenders get the same
 batch, and are checked to train alike. "First step" is the seconds until it has
 ended, including tracing and compilation.
-
-Then the time to put averages in place of the weights and back, with
-`averaged_weights` and with Keras's `SwapEMAWeights`; and for many small
-variables, those of a BEMA beside those of a decay.
-
-With --optimizers, only the step of some optimizers with given gradients, beside
-each other: Schedule-Free learning, and what it replaces.
 """
 
 from concurrent import futures
@@ -48,15 +41,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import wrapopt
 from wrapopt.bench import harness
-from wrapopt.bench import keras_optimizers
 
 _PLAIN, _USE_EMA, _ONE, _THREE = CONTENDERS = (
     "plain", "use_ema", "wrapopt, K = 1", "wrapopt, K = 3")
-_BEMA = "wrapopt, BEMA"
-_DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999],
-           _BEMA: [wrapopt.BEMA()]}
+_DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999]}
 _MIRRORED, _JIT, _HLO, _GPU = "mirrored", "jit", "hlo", "gpu"
 _ON_GPU = (_GPU, "gpu_ops")
 MODES = ("cpu", _MIRRORED, _JIT, _HLO, *_ON_GPU)
@@ -123,15 +112,12 @@ MODELS = {
          _call(_transformer, 6, 256, 1000), _call(_text, 2, 64, 1000),
          "sparse_categorical_crossentropy"))
     for optimizer in optimizers}
-_SWAP = "swap"
-_SWAP_LAYERS, _SWAP_WIDTH = 25, 1024  # 100 MB and the biases.
 
 
 def add_arguments(parser):
-  harness.add_choice(parser, "models", [*MODELS, _SWAP])
+  harness.add_choice(parser, "models", MODELS)
   harness.add_choice(parser, "modes", MODES, MODES if _gpus() else [
       mode for mode in MODES if mode not in _ON_GPU])
-  keras_optimizers.add_arguments(parser)
 
 
 def _gpus():
@@ -139,33 +125,27 @@ def _gpus():
 
 
 def contests(options):
-  if options.optimizers is not None:
-    yield from keras_optimizers.contests(options)
-    return
   for mode in options.modes:
     if mode in _ON_GPU and not _gpus():
       raise SystemExit(f"--modes {mode} needs a GPU; TensorFlow finds none.")
     with futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), _set_up, (mode,)) as process:
       for name in options.models:
-        if name != _SWAP:
-          yield _contest(process, mode, name)
-  if _SWAP in options.models:
-    yield _swap(_SWAP_LAYERS, _SWAP_WIDTH)
-    yield _swap_of_bema(100, 32)
+        yield from _contest(process, mode, name)
 
 
 def _contest(process, mode, name):
-  """A Contest of steps of a model, which `process` takes."""
+  """Yields a contest of steps of a model, which `process` takes."""
   ask = lambda *call: process.submit(*call).result()
-  of_model, figures = ask(_prepare, mode, *MODELS[name])
+  of_model, first_steps = ask(_prepare, mode, *MODELS[name])
   contest = harness.Contest(
       f"{mode}, {name}: {of_model}", {"model": name, "mode": mode},
       peers={"x_plain": _PLAIN})
   contest.add({contender: harness.RemoteContender(
-      functools.partial(ask, _seconds, contender)) for contender in CONTENDERS},
-              figures=figures)
-  return contest
+      functools.partial(ask, _seconds, contender)) for contender in CONTENDERS})
+  yield contest
+  for result in contest.results:
+    result["first_step_seconds"] = first_steps[result["contender"]]
 
 
 # These run in a process of a mode.
@@ -203,22 +183,21 @@ def _prepare(mode, layers, data, loss, optimizer):
       optimizer.
 
   Returns:
-    A description of the model, and {contender: its figures}.
+    A description of the model, and {contender: seconds of its first step}.
   """
   _steps.clear()
   keras.utils.clear_session()  # Free the memory of the last model.
   gc.collect()
-  batch, models, figures = data(), {}, {}
+  batch, models, first_steps = data(), {}, {}
   for contender in CONTENDERS:
     with _strategy(mode).scope():
       models[contender] = model = _compiled(
           contender, layers, batch, loss, optimizer, mode in (_JIT, _HLO, _GPU))
-    _steps[contender], first = _first_step(model, batch)
-    figures[contender] = {"first_step_seconds": first}
+    _steps[contender], first_steps[contender] = _first_step(model, batch)
   _check_same_training(models, _steps)
   return (f"{len(model.trainable_variables)} variables, "
           f"{model.count_params():,} numbers, replicas: "
-          f"{model.distribute_strategy.num_replicas_in_sync}"), figures
+          f"{model.distribute_strategy.num_replicas_in_sync}"), first_steps
 
 
 def _seconds(contender, calls):
@@ -286,56 +265,3 @@ def _check_same_training(models, steps):
 
 def _numbers(values):
   return np.concatenate([v.numpy().reshape(-1) for v in values])
-
-
-def _swap(layers, width):
-  """A Contest of putting averages in place and back."""
-  batch = _dense(1, width)
-  models = {contender: _compiled(
-      contender, _call(_mlp, layers, width), batch, "mse", _OPTIMIZERS["SGD"],
-      False) for contender in (_USE_EMA, _ONE)}
-  for model in models.values():
-    _first_step(model, batch)
-  swap = keras.callbacks.SwapEMAWeights()
-  swap.set_model(models[_USE_EMA])
-
-  def by_callback():
-    swap._swap_variables()
-    swap._swap_variables()
-
-  def by_exchange():
-    with models[_ONE].optimizer.averaged_weights():
-      pass
-
-  megabytes = 4e-6 * sum(v.shape.num_elements()
-                         for v in models[_ONE].trainable_variables)
-  contest = harness.Contest(
-      f"averages in place of {megabytes:.0f} MB of weights, and back",
-      {"model": _SWAP, "megabytes": megabytes},
-      peers={"x_keras": "SwapEMAWeights"})
-  contest.add({"SwapEMAWeights": by_callback, "averaged_weights": by_exchange})
-  return contest
-
-
-def _swap_of_bema(layers, width):
-  """A Contest of a BEMA and a decay, of many small variables."""
-  batch = _dense(1, width)
-  models = {contender: _compiled(
-      contender, _call(_mlp, layers, width), batch, "mse", _OPTIMIZERS["SGD"],
-      False) for contender in (_ONE, _BEMA)}
-
-  def swap(model):
-    _first_step(model, batch)
-
-    def run():
-      with model.optimizer.averaged_weights():
-        pass
-
-    return run
-
-  contest = harness.Contest(
-      f"averages of {2 * layers} small variables in place, and back",
-      {"model": "swap of a BEMA", "variables": 2 * layers},
-      peers={"x_decay": _ONE})
-  contest.add({contender: swap(model) for contender, model in models.items()})
-  return contest

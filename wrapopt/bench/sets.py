@@ -63,8 +63,9 @@ def sizes(shapes):
   return [math.prod(shape) for shape in shapes]
 
 
-def described(name, shapes):
+def described(name):
   """The title of a set of variables."""
+  shapes = VARIABLE_SETS[name]
   return f"{name}: {len(shapes)} variables, {sum(sizes(shapes)):,} numbers"
 
 
@@ -88,7 +89,7 @@ def filled(rows, seeds):
   return done
 
 
-def streams(shapes, written, read=1):
+def streams(shapes, count):
   """Arrays for `StreamLimit`, made in the same way as TensorFlow's variables.
 
   The location of memory affects its speed. So all arrays are made by the same
@@ -96,16 +97,14 @@ def streams(shapes, written, read=1):
 
   Args:
     shapes: Shapes.
-    written: The number of arrays of each shape that are written.
-    read: The number of arrays that are only read.
+    count: A number.
 
   Returns:
-    Lists of arrays, one for each shape: `read` of them, and `written` of them.
+    So many lists of arrays, with one for each shape.
   """
   with tf.device("/cpu:0"):
     rows = [[numbers(shape, (row, i)) for i, shape in enumerate(shapes)]
-            for row in range(read + written)]
+            for row in range(count)]
   # Without copies.
-  rows = [[np.frombuffer(memoryview(x), np.float32) if 0 not in x.shape
+  return [[np.frombuffer(memoryview(x), np.float32) if 0 not in x.shape
            else np.zeros(0, np.float32) for x in row] for row in rows]
-  return rows[:read], rows[read:]

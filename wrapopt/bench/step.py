@@ -1,7 +1,6 @@
-"""A step of training: an optimizer's update, with averages of its result.
+"""A step of an optimizer with given gradients, and with averages of its result.
 
-Compares, for each optimizer of tf.compat.v1.train, in a v1 session, in a
-tf.function and eagerly,
+Compares, for each optimizer of tf.compat.v1.train,
 
   stock         the optimizer
   stock + EMA   the optimizer, and then TensorFlow's ExponentialMovingAverage
@@ -10,105 +9,159 @@ tf.function and eagerly,
   wrapopt K=3   the same with three averages of different decays
   limit K=...   native threads that only add, to as many arrays
 
-All of them take the same step of the same float32 resource variables with given
-gradients; the results are checked. GB/s counts the least traffic of a pass:
-each gradient is read, each variable, slot and average is read and written.
+All of them take the same step of the same float32 resource variables; the
+results are checked. "Schedule-Free" and "averages" compare optimizers of Keras
+with each other and with wrappers around them, on variables of their own; in a
+v1 session, "Schedule-Free" has TensorFlow 1's Adam and
+`wrapopt.ScheduleFreeOptimizer` around it. GB/s counts the least traffic of a
+pass: each gradient is read, each variable, slot and average is read and
+written.
 
-In a tf.function, given gradients are variables that it captures, each at a
-cost. A train function reads its weights and computes the gradients: "train
-function" does that, here with a product. "adds" is the additional time of the
-step in it.
+A mode is how a step runs. In a tf.function, given gradients are variables that
+it captures, each at a cost. A train function reads its weights and computes the
+gradients: "train function" does that, here with a product. "adds" is the
+additional time of the step in it. "jit" is a tf.function that XLA compiles.
 
 If PyTorch is installed, its optimizers also take the step, with their "fused"
-and their "foreach" code, and `torch._foreach_lerp_` updates the average.
+and their "foreach" code, and `torch._foreach_lerp_` updates the average; beside
+"Schedule-Free" it is AdamWScheduleFree of the package `schedulefree`.
 """
 
 import contextlib
 import functools
-import importlib.util
+import json
+import os
+import subprocess
 import sys
-import time
 
+import keras
 import tensorflow as tf
 
+import wrapopt
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
 from wrapopt.bench import harness
 from wrapopt.bench import sets
-from wrapopt import MovingAverageOptimizer
 
 _tf1 = tf.compat.v1
 _DECAYS = (0.999, 0.99, 0.9)
-OPTIMIZERS = {
+V1 = {
     "SGD": lambda: _tf1.train.GradientDescentOptimizer(1e-3),
     "Momentum": lambda: _tf1.train.MomentumOptimizer(1e-3, 0.9),
     "Adam": lambda: _tf1.train.AdamOptimizer(1e-3),
     "Adagrad": lambda: _tf1.train.AdagradOptimizer(1e-3),
     "RMSProp": lambda: _tf1.train.RMSPropOptimizer(1e-3, momentum=0.9),
 }
-_STOCK = "stock"
-_STOCK_EMA = "stock + EMA"
+_STOCK, _STOCK_EMA, _NO_STEP = "stock", "stock + EMA", "no step"
 # {contender: the number of averages of a variable}.
 _WRAPOPT = {f"wrapopt K={k}": k for k in (0, 1, len(_DECAYS))}
-_NO_STEP = "no step"
-_AVERAGES = {_STOCK: 0, _STOCK_EMA: 1, **_WRAPOPT, _NO_STEP: 0}
-STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT]
-_SESSION, _FUNCTION, _TRAIN, _EAGER, _TORCH = (
-    "v1 session", "tf.function", "train function", "eager", "PyTorch")
-MODES = (_SESSION, _FUNCTION, _TRAIN, _EAGER, _TORCH)
-# By the name of an optimizer above: a class of torch.optim, and its arguments.
-_IN_TORCH = {
-    "SGD": ("SGD", {"lr": 1e-3}),
-    "Momentum": ("SGD", {"lr": 1e-3, "momentum": 0.9}),
-    "Adam": ("Adam", {"lr": 1e-3}),
-    "Adagrad": ("Adagrad", {"lr": 1e-3}),
-    "RMSProp": ("RMSprop", {"lr": 1e-3, "momentum": 0.9}),
+STEPS = {_STOCK: 0, _STOCK_EMA: 1, **_WRAPOPT}
+_ADAM, _AVERAGE, _FREE = "Adam", "MovingAverage(Adam)", "ScheduleFree(Adam)"
+_adam = lambda: keras.optimizers.Adam(1e-3)
+_momentum = lambda: keras.optimizers.SGD(1e-3, momentum=0.9)
+
+
+def _wrapped(wrapper, inner, *args):
+  # pylint: disable=g-import-not-at-top
+  import wrapopt.keras
+  return getattr(wrapopt.keras, wrapper)(inner(), *args)
+
+
+# {contender: (the function that makes it, arrays that a step writes)}.
+KERAS = {
+    "Schedule-Free": {
+        _ADAM: (_adam, 3),
+        _FREE: (lambda: _wrapped("ScheduleFree", _adam), 3),
+        "ScheduleFreeAdamW": (
+            lambda: keras.optimizers.ScheduleFreeAdamW(1e-3), 4),
+        "SGD, momentum": (_momentum, 2),
+        "ScheduleFree(SGD)": (lambda: _wrapped(
+            "ScheduleFree", lambda: keras.optimizers.SGD(1e-3)), 2),
+    },
+    "averages": {
+        _ADAM: (_adam, 3),
+        _AVERAGE: (lambda: _wrapped("MovingAverage", _adam), 4),
+        "BEMA(Adam)": (
+            lambda: _wrapped("MovingAverage", _adam, wrapopt.BEMA()), 4),
+        "PrimalAverage(Adam)": (lambda: _wrapped("PrimalAverage", _adam), 4),
+    },
 }
+_V1_FREE = {
+    _ADAM: V1["Adam"],
+    _FREE: lambda: wrapopt.ScheduleFreeOptimizer(V1["Adam"]()),
+}
+# {optimizer: (a class of PyTorch, its arguments)}.
+_IN_TORCH = {
+    "SGD": ("torch.optim.SGD", {"lr": 1e-3}),
+    "Momentum": ("torch.optim.SGD", {"lr": 1e-3, "momentum": 0.9}),
+    "Adam": ("torch.optim.Adam", {"lr": 1e-3}),
+    "Adagrad": ("torch.optim.Adagrad", {"lr": 1e-3}),
+    "RMSProp": ("torch.optim.RMSprop", {"lr": 1e-3, "momentum": 0.9}),
+    "Schedule-Free": ("schedulefree.AdamWScheduleFree", {"lr": 1e-3}),
+}
+_SESSION, _TORCH = "v1 session", "PyTorch"
+_PEERS = {"x_stock": _STOCK, "x_stock_ema": _STOCK_EMA,
+          "x_torch": [(_TORCH, "fused"), (_TORCH, "foreach")],
+          "adds_milliseconds": _NO_STEP, "x_adam": _ADAM, "x_average": _AVERAGE}
 
 
 def add_arguments(parser):
   harness.add_sets(parser)
-  harness.add_choice(parser, "optimizers", OPTIMIZERS)
+  harness.add_choice(parser, "optimizers", [*V1, *KERAS], V1)
   harness.add_choice(
-      parser, "modes", MODES, what="how steps are run; each mode has arrays of "
-      "its own, for bert-base with Adam of 4 GB")
+      parser, "modes", [*MODES, _TORCH], what="how steps are run; each mode "
+      "has arrays of its own, for bert-base with Adam of 4 GB")
+  parser.add_argument(
+      "--torch-python", metavar="FILE", default=sys.executable,
+      help="an interpreter that has PyTorch and schedulefree; by default this")
 
 
 def contests(options):
-  for name, shapes in harness.chosen_sets(options):
+  for name in options.sets:
     for optimizer in options.optimizers:
-      yield from _contest(name, shapes, optimizer, options.modes)
+      yield from _contest(name, optimizer, options)
 
 
-def _contest(name, shapes, optimizer, modes):
-  make = OPTIMIZERS[optimizer]
-  slots = len(_fused.rule_of(make()).slots)
-  mega = 1e-6 * sum(sets.sizes(shapes))
+def _contest(name, optimizer, options):
+  shapes = sets.VARIABLE_SETS[name]
   contest = harness.Contest(
-      f"{sets.described(name, shapes)}, {optimizer}: "
-      f"{4 * mega * (3 + 2 * slots):,.1f} MB a step, {8 * mega:,.1f} MB an "
-      "average", {"set": name, "optimizer": optimizer},
-      peers={"x_stock": _STOCK, "x_stock_ema": _STOCK_EMA,
-             "x_torch": [(_TORCH, "fused"), (_TORCH, "foreach")],
-             "adds_milliseconds": _NO_STEP},
-      expected=Expected(), streams=(shapes, 1))
-  written = {step: 1 + slots + k for step, k in _AVERAGES.items()}
-  for mode, contenders in {
-      _SESSION: lambda: harness.in_session(lambda: graph(shapes, make)),
-      _FUNCTION: lambda: in_functions(shapes, make),
-      _TRAIN: lambda: in_functions(shapes, make, [_NO_STEP, *STEPS], made=True),
-      _EAGER: lambda: _eagerly(shapes, make)}.items():
-    if mode in modes:
-      builds = {step: _build(mode, shapes, make, step)
-                for step in STEPS if mode != _EAGER}
-      contest.say(f"{mode} built")
-      contest.add(*contenders(), mode, written, builds)
+      f"{sets.described(name)}, {optimizer}",
+      {"set": name, "optimizer": optimizer}, _PEERS, Expected(), shapes)
+  if optimizer in V1:
+    slots = len(_fused.rule_of(V1[optimizer]()).slots)
+    written = {step: 1 + slots + k for step, k in STEPS.items()}
+  else:
+    written = {step: n for step, (_, n) in KERAS[optimizer].items()}
+  for mode, contenders in MODES.items():
+    if mode in options.modes:
+      contest.add(*contenders(functools.partial(steps_of, shapes, optimizer)),
+                  mode, written)
   with contextlib.ExitStack() as stack:
-    if _TORCH in modes and importlib.util.find_spec("torch"):
-      contest.add(*stack.enter_context(harness.in_torch(
-          sys.executable, shapes, *_IN_TORCH[optimizer], _DECAYS[0])),
-                  mode=_TORCH, written=2 + slots)
+    if _TORCH in options.modes and optimizer in _IN_TORCH:
+      average, decay = (("wrapopt K=1", _DECAYS[0]) if optimizer in V1 else
+                        (_FREE, None))
+      calls, place = stack.enter_context(_in_torch(
+          options.torch_python, shapes, *_IN_TORCH[optimizer], decay))
+      contest.add(calls, place, mode=_TORCH,
+                  written=dict.fromkeys(calls, written[average]))
     yield contest
+
+
+def steps_of(shapes, optimizer):
+  """Steps of an optimizer, with new variables on this device or in this graph.
+
+  Each has `values` and `grads`; `contenders`; `apply`, which makes the ops of a
+  contender's step and returns the op to run in a graph; `fill`, which assigns
+  fixed numbers to all variables; and `sample`, which returns a sample of them
+  for `harness.check`.
+  """
+  if optimizer in V1:
+    return [Steps(shapes, V1[optimizer])]
+  if tf.executing_eagerly():
+    return [_OfKeras(shapes, step, make)
+            for step, (make, _) in KERAS[optimizer].items()]
+  return [_Alone(shapes, step, make) for step, make in _V1_FREE.items()
+          if optimizer == "Schedule-Free"]
 
 
 class Expected:
@@ -138,19 +191,26 @@ class Expected:
     return {what: (x, 1e-5) for what, x in want.items()}
 
 
-class Steps:
-  """The steps of all contenders, with one inner optimizer."""
+def variables(shapes):
+  return [tf.Variable(functools.partial(tf.zeros, shape)) for shape in shapes]
 
-  def __init__(self, make):
+
+class Steps:
+  """The steps of all contenders, which train the same variables."""
+
+  contenders = tuple(STEPS)
+
+  def __init__(self, shapes, make):
+    self.values, self.grads = variables(shapes), variables(shapes)
     self.opt = make()
     self.rule = _fused.rule_of(self.opt)
     self.wrappers = {
-        name: MovingAverageOptimizer(self.opt, list(_DECAYS[:k]), fused=True)
+        name: wrapopt.MovingAverageOptimizer(self.opt, list(_DECAYS[:k]),
+                                             fused=True)
         for name, k in _WRAPOPT.items() if k}
     self.stock = tf.train.ExponentialMovingAverage(_DECAYS[0], name="stock")
 
   def apply(self, step, grads_and_vars):
-    """Makes the ops of a contender's step; returns the op to run in a graph."""
     if step in self.wrappers:
       return self.wrappers[step].apply_gradients(grads_and_vars)
     if step not in (_STOCK, _STOCK_EMA):
@@ -162,140 +222,203 @@ class Steps:
     with tf.control_dependencies([] if update is None else [update]):
       return self.stock.apply([v for _, v in grads_and_vars])
 
-  def averages(self, values):
-    """{name: averages of `values`}."""
+  def averages(self):
+    """{name: averages of the values}."""
     return {f"average 0 of {_STOCK_EMA}": [
-        self.stock.average(v) for v in values], **{
+        self.stock.average(v) for v in self.values], **{
             f"average {k} of {name}": [
-                wrapper.average(v, decay) for v in values]
+                wrapper.average(v, decay) for v in self.values]
             for name, wrapper in self.wrappers.items()
             for k, decay in enumerate(_DECAYS[:_WRAPOPT[name]])}}
 
-  def slots(self, values):
+  def slots(self):
     """The inner optimizer's state, the slots first."""
     names = self.rule.slots.values()
-    slots = [self.opt.get_slot(v, name) for name in names for v in values]
+    slots = [self.opt.get_slot(v, name) for name in names for v in self.values]
     known = {v.ref() for v in slots}
     return slots + [v for v in self.opt.variables() if v.ref() not in known]
 
-  def fill(self, values, grads):
-    """Assigns fixed numbers to all variables.
+  def fill(self):
+    # No two arrays that a step reads are equal. Averages of one value start
+    # equal, so that contenders can be compared.
+    averages = list(self.averages().values())
+    return sets.filled([self.values, self.grads, self.slots(), *averages],
+                       [0, 1, 2] + [-1] * len(averages))
 
-    No two arrays that a step reads are equal. Averages of one value start
-    equal, so that contenders can be compared.
-    """
-    averages = list(self.averages(values).values())
-    return sets.filled([values, grads, self.slots(values), *averages],
-                          [0, 1, 2] + [-1] * len(averages))
-
-  def sample(self, values):
-    """A sample of all numbers, for `harness.check`."""
-    rows = {"values": values, "slots": self.slots(values) or values,
-            **self.averages(values)}
+  def sample(self):
+    rows = {"values": self.values, "slots": self.slots() or self.values,
+            **self.averages()}
     return {what: harness.sample(row) for what, row in rows.items()}
 
 
-def variables(shapes):
-  """(variables, variables that hold their gradients)."""
-  return [[tf.Variable(functools.partial(tf.zeros, shape)) for shape in shapes]
-          for _ in range(2)]
+class _Alone:
+  """The step of a contender that has variables of its own."""
+
+  def __init__(self, shapes, step, make):
+    self.contenders = (step,)
+    self.values, self.grads = variables(shapes), variables(shapes)
+    self.opt = make()
+
+  def apply(self, step, grads_and_vars):
+    return self.opt.apply_gradients(grads_and_vars)
+
+  def fill(self):
+    slots = [v for v in self.opt.variables()
+             if v.shape.rank and v.dtype == tf.float32]
+    return sets.filled([self.values, self.grads, slots], range(3))
+
+  def sample(self):
+    return {}
 
 
-def _pairs(values, grads):
-  return [(g.read_value(), v) for g, v in zip(grads, values)]
+class _OfKeras(_Alone):
+
+  def __init__(self, shapes, step, make):
+    super().__init__(shapes, step, make)
+    self.values = [keras.Variable(
+        lambda shape, dtype: tf.zeros(shape, dtype), shape=shape,
+        dtype="float32") for shape in shapes]
+    self.opt.build(self.values)
+
+  def apply(self, step, grads_and_vars):
+    self.opt.apply(*map(list, zip(*grads_and_vars)))
+
+  def fill(self):
+    own = self.opt._variables  # Not all are in `variables`.
+    state = {id(v): v.value for v in (
+        *self.values, *self.opt.variables,
+        *(own if isinstance(own, list) else ()))
+             if v.dtype == "float32" and v.shape}
+    return sets.filled([state.values(), self.grads], range(2))
 
 
-def _function(steps, step, values, grads, jit_compile=None, made=False):
+# How steps are run. These get a function that makes steps, and return
+# {contender: function that takes a step}, a function that makes new arrays with
+# the initial state, and one that returns a sample of it.
+
+
+def _pairs(steps):
+  return [(g.read_value(), v) for g, v in zip(steps.grads, steps.values)]
+
+
+def graph(make):
+  """As `harness.in_session` wants it."""
+  ops, fills, samples = {}, [], {}
+  for k, steps in enumerate(make()):
+    with _tf1.variable_scope(f"of{k}"):
+      pairs = _pairs(steps)
+      ops |= {step: steps.apply(step, pairs) for step in steps.contenders}
+    fills += steps.fill()
+    samples |= steps.sample()
+  return ops, fills, samples
+
+
+def _function(steps, step, jit_compile=None, made=False):
   """A tf.function that takes a step.
 
   Args:
-    steps: Steps.
-    step: One of STEPS, or _NO_STEP.
-    values: The variables to train.
-    grads: Variables that hold their gradients.
+    steps: As from `steps_of`.
+    step: One of its contenders, or _NO_STEP.
     jit_compile: As in `tf.function`.
-    made: Whether to compute gradients from `values` instead of using `grads`.
+    made: Whether to compute gradients from the values instead of using those
+      given.
 
   Returns:
     A function.
   """
-  @tf.function(jit_compile=jit_compile)
+  @tf.function(jit_compile=jit_compile, autograph=False)
   def function():
-    pairs = ([(0.5 * v, v) for v in values] if made
-             else _pairs(values, grads))
+    pairs = ([(0.5 * v, v) for v in steps.values] if made
+             else _pairs(steps))
     if step == _NO_STEP:
       with tf.control_dependencies([g for g, _ in pairs]):
         return tf.constant(0)  # Otherwise nothing would run.
     steps.apply(step, pairs)
     return None  # A result would be copied.
+
+  # TensorFlow warns of functions of one name that their calls trace.
+  function.get_concrete_function()
   return function
 
 
-def _build(mode, shapes, make, step):
-  """The costs of building a contender's step: figures."""
-  in_graph = mode == _SESSION
-  with (tf.Graph().as_default() if in_graph else contextlib.nullcontext(),
-        tf.device("/cpu:0")):
-    values, grads = variables(shapes)
-    steps = Steps(make)
-    before = 0
-    if in_graph:
-      pairs = _pairs(values, grads)
-      graph_of_step = _tf1.get_default_graph()
-      before = len(graph_of_step.get_operations())
-    start = time.perf_counter()
-    if in_graph:
-      steps.apply(step, pairs)
-    else:
-      graph_of_step = _function(
-          steps, step, values, grads,
-          made=mode == _TRAIN).get_concrete_function().graph
-    return {"ops": len(graph_of_step.get_operations()) - before,
-            "build_seconds": time.perf_counter() - start}
-
-
-# These return {contender: function that takes a step}, a function that makes
-# new arrays with the initial state, and one that returns a sample of it.
-
-
-def graph(shapes, make):
-  """As `harness.in_session` wants it."""
-  values, grads = variables(shapes)
-  pairs = _pairs(values, grads)
-  steps = Steps(make)
-  updates = {step: steps.apply(step, pairs) for step in STEPS}
-  return updates, steps.fill(values, grads), steps.sample(values)
-
-
-def in_functions(shapes, make, contenders=STEPS, jit_compile=None, made=False):
+def in_functions(make, jit_compile=None, made=False):
   with tf.device("/cpu:0"):
-    values, grads = variables(shapes)
-  steps = Steps(make)
-  for step in STEPS:  # Slots and averages are made by the first trace.
-    _function(steps, step, values, grads)()
+    group, calls = make(), {}
+  for steps in group:
+    for step in steps.contenders:  # The first trace makes slots and averages.
+      _function(steps, step)
+    for step in ([_NO_STEP] if made else []) + list(steps.contenders):
+      calls[step] = _function(steps, step, jit_compile, made)
+  return calls, *_placed(group)
 
+
+def _eagerly(make):
+  with tf.device("/cpu:0"):
+    group, given, calls = make(), {}, {}
+
+  def give():
+    for steps in group:
+      given[steps] = _pairs(steps)
+
+  give()
+  for steps in group:
+    for step in steps.contenders:
+      calls[step] = lambda steps=steps, step=step: steps.apply(
+          step, given[steps][:])
+      calls[step]()  # Makes slots and averages.
+  return calls, *_placed(group, give)
+
+
+def _placed(group, then=lambda: None):
   def place():
     with tf.device("/cpu:0"):
-      steps.fill(values, grads)
+      for steps in group:
+        steps.fill()
+    then()
 
-  return ({step: _function(steps, step, values, grads, jit_compile, made)
-           for step in contenders}, place, lambda: steps.sample(values))
+  return place, lambda: functools.reduce(
+      dict.__or__, (steps.sample() for steps in group))
 
 
-def _eagerly(shapes, make):
-  with tf.device("/cpu:0"):
-    values, grads = variables(shapes)
-  steps = Steps(make)
-  given = []  # The gradients, as tensors.
-  contenders = {step: lambda step=step: steps.apply(step, given[:])
-                for step in STEPS}
+MODES = {
+    _SESSION: lambda make: harness.in_session(lambda: graph(make)),
+    "tf.function": in_functions,
+    "train function": lambda make: in_functions(make, made=True),
+    "jit": lambda make: in_functions(make, jit_compile=True),
+    "eager": _eagerly,
+}
 
-  def place():
-    with tf.device("/cpu:0"):
-      steps.fill(values, grads)
-    given[:] = _pairs(values, grads)
 
-  given[:] = _pairs(values, grads)
-  for step in contenders.values():
-    step()  # Makes slots and averages.
-  return contenders, place, lambda: steps.sample(values)
+@contextlib.contextmanager
+def _in_torch(python, shapes, name, *arguments):
+  """Contenders of PyTorch in another process.
+
+  Args:
+    python: An interpreter.
+    shapes: Those of the variables.
+    name: The name of a class, with its module.
+    *arguments: The other arguments of torch_step.Steps, but the number of
+      threads.
+
+  Yields:
+    {code: RemoteContender}, and a function that makes new arrays; none if the
+    interpreter does not have the class.
+  """
+  if subprocess.run(
+      [python, "-c", f"import torch, {name.rpartition('.')[0]}"], check=False,
+      capture_output=True).returncode:
+    yield {}, None
+    return
+  program = os.path.join(os.path.dirname(__file__), "torch_step.py")
+  with subprocess.Popen(
+      [python, program, json.dumps([
+          shapes, name, *arguments, harness.threads()])],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+    def ask(*line):
+      process.stdin.write(json.dumps(line) + "\n")
+      process.stdin.flush()
+      return json.loads(process.stdout.readline())
+
+    yield ({code: harness.RemoteContender(functools.partial(
+        ask, "seconds", code)) for code in ask("place")}, lambda: ask("place"))

@@ -33,11 +33,7 @@ _BLOCK = re.compile(
 _NAMES = {
     "2x4096x4096": "2 x 4096 x 4096", "resnet50": "ResNet-50 (161)",
     "400x256": "400 x 256", "bert-base": "BERT-base (199)",
-    "function": "`tf.function`", "keras": "Keras", "keras-jit": "Keras, jit",
-    "tensorflow": "TensorFlow", "h5": "HDF5",
-    "gate": "workers that race for one gate",
-    "rounds": "pushes of 1,000 numbers to one round",
-    "variables": "variables of a step", "rows": "rows of a table"}
+    "function": "`tf.function`", "keras": "Keras", "keras-jit": "Keras, jit"}
 _IN_CACHES = ("400x256",)  # Their streaming limit is not that of the memory.
 _MACHINES = ("quiet", "busy", "unknown")  # Older runs have not recorded it.
 
@@ -93,7 +89,7 @@ def block(name, load):
   runs = list(map(load, BLOCKS[name].runs.split()))
   return "\n".join([
       f"<!-- figures: {name} -->",
-      _markdown(BLOCKS[name], sum((x["results"] for x in runs), [])),
+      _markdown(_lines(BLOCKS[name], sum((x["results"] for x in runs), []))),
       "", textwrap.fill(_origin(runs), 80, break_on_hyphens=False),
       "<!-- end of figures -->"])
 
@@ -115,11 +111,8 @@ def _origin(runs):
                   for facts, of_facts in commands.items())
 
 
-def figure(name, value, digits=2):
-  """A figure or a fact of a result as text, by its name.
-
-  `digits` are those of a ratio after the point.
-  """
+def figure(name, value):
+  """A figure or a fact of a result as text, by its name."""
   if isinstance(value, str):
     return value
   if isinstance(value, int):
@@ -129,7 +122,7 @@ def figure(name, value, digits=2):
   if abs(value) >= (10 if name.startswith(("x_", "of_")) else 1000):
     return f"{value:,.0f}"
   if name.startswith(("x_", "of_")):
-    return f"{value:.{digits}f}"
+    return f"{value:.2f}"
   return f"{value:.3g}"
 
 
@@ -137,22 +130,17 @@ def text(results, facts):
   """Results as an aligned table, whose rows are named by differing facts."""
   facts = [name for name in dict.fromkeys((*facts, "mode", "contender"))
            if len({r.get(name) for r in results}) > 1] or ["contender"]
-  figures = dict.fromkeys(
-      name for r in results for name in list(r)[list(r).index("contender") + 1:]
-      if name != "rounds")
-  titles = {"milliseconds": "ms", "microseconds": "us", "spread": "+-",
+  titles = {"milliseconds": "ms", "spread": "+-",
             "gigabytes_per_second": "GB/s"}
-  rows = [["", *(titles.get(name, name.replace("_", " ")) for name in figures)]]
-  for r in results:
-    rows.append([", ".join(figure(name, r[name]) for name in facts
-                           if name in r),
-                 *(figure(name, r[name], 3) if name in r else ""
-                   for name in figures)])
-  widths = [max(map(len, column)) for column in zip(*rows)]
+  columns = [(titles.get(name, name.replace("_", " ")), name) for name in
+             dict.fromkeys(name for r in results for name in list(r)[
+                 list(r).index("contender") + 1:] if name != "rounds")]
+  lines = _lines(_Block("", {"": " ".join(facts)}, columns), results)
+  widths = [max(map(len, column)) for column in zip(*lines)]
   return "\n".join("  ".join(
-      [row[0].ljust(widths[0]),
-       *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
-                   for row in rows)
+      [line[0].ljust(widths[0]),
+       *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))])
+                   for line in lines)
 
 
 class _Block(typing.NamedTuple):
@@ -176,8 +164,8 @@ class _Block(typing.NamedTuple):
   only: tuple = ()
 
 
-def _markdown(of_block, results):
-  """Its table, without rows and columns that have no figure."""
+def _lines(of_block, results):
+  """The cells of its table, without rows and columns that have no figure."""
   rows = {}  # {cells of the facts: {(mode, contender): result}}.
   for r in results:
     if all(r.get(fact) == value for fact, value in of_block.where.items()):
@@ -196,7 +184,10 @@ def _markdown(of_block, results):
                for _, name, *whose in of_block.columns]
     if any(figures):
       lines.append([*cells, *figures])
-  lines = list(zip(*(column for column in zip(*lines) if any(column[1:]))))
+  return list(zip(*(column for column in zip(*lines) if any(column[1:]))))
+
+
+def _markdown(lines):
   texts = ["| " + " | ".join(line) + " |" for line in lines]
   texts.insert(1, "|" + "---|" * len(lines[0]))
   return "\n".join(texts).replace("  |", " |")
@@ -214,8 +205,10 @@ def _cell(result, names):
   return ""
 
 
+_MS = "milliseconds"
 _OF_SETS = {"variables": "set"}
 _OF_STEPS = {"variables": "set", "optimizer": "optimizer"}
+_OF_MODES = {"variables": "set", "mode": "mode"}
 _KERAS_MODES = {"cpu": "CPU", "mirrored": "`MirroredStrategy`",
                 "jit": "`jit_compile`", "hlo": "plain HLO",
                 "gpu": "GPU", "gpu_ops": "GPU without `jit_compile`"}
@@ -224,7 +217,7 @@ _KERAS_MODES = {"cpu": "CPU", "mirrored": "`MirroredStrategy`",
 def _keras(run):
   return _Block(run, {"model": "model"}, [
       column for mode, name in _KERAS_MODES.items() for column in (
-          (f"{name}: plain, ms", "milliseconds", (mode, "plain")),
+          (f"{name}: plain, ms", _MS, (mode, "plain")),
           (f"{name}: x plain", "x_plain", (mode, "use_ema"),
            (mode, "wrapopt, K = 1"), (mode, "wrapopt, K = 3")))])
 
@@ -232,7 +225,7 @@ def _keras(run):
 def _embedding(ids):
   return _Block("embedding", {"optimizer": "optimizer", "rows": "rows",
                               "indices": "indices", "mode": "mode"}, [
-      ("plain, ms", "milliseconds", "plain"),
+      ("plain, ms", _MS, "plain"),
       ("stock average, x plain", "x_plain", "stock average"),
       ("wrapopt, no average, x plain", "x_plain", "wrapopt, K = 0"),
       ("wrapopt, x plain", "x_plain", "wrapopt"),
@@ -257,7 +250,7 @@ BLOCKS = {
                           "8 layers of 1024, SGD",
                           "transformer, 6 blocks of 256, AdamW")),
     "step-session": _Block("step step-bert", _OF_STEPS, [
-        ("stock, ms", "milliseconds", "stock"),
+        ("stock, ms", _MS, "stock"),
         ("stock + EMA, x stock", "x_stock", "stock + EMA"),
         ("wrapopt, no average, x stock", "x_stock", "wrapopt K=0"),
         ("1 average, x stock", "x_stock", "wrapopt K=1"),
@@ -265,10 +258,10 @@ BLOCKS = {
         ("of the streaming limit, 1 and 3 averages", "of_limit",
          "wrapopt K=1", "wrapopt K=3")], {"mode": "v1 session"}),
     "step-modes": _Block("step", _OF_STEPS, [
-        ("`tf.function`: stock, ms", "milliseconds", ("tf.function", "stock")),
+        ("`tf.function`: stock, ms", _MS, ("tf.function", "stock")),
         ("no average, x stock", "x_stock", ("tf.function", "wrapopt K=0")),
         ("1 average, x stock", "x_stock", ("tf.function", "wrapopt K=1")),
-        ("eager: stock, ms", "milliseconds", ("eager", "stock")),
+        ("eager: stock, ms", _MS, ("eager", "stock")),
         ("no average, x stock", "x_stock", ("eager", "wrapopt K=0")),
         ("1 average, x stock", "x_stock", ("eager", "wrapopt K=1")),
         ("1 average, x PyTorch", "x_torch", ("eager", "wrapopt K=1"))]),
@@ -278,15 +271,33 @@ BLOCKS = {
             ("stock", "stock"), ("stock + EMA", "stock + EMA"),
             ("wrapopt, no average", "wrapopt K=0"),
             ("1 average", "wrapopt K=1"))], {"mode": "train function"}),
+    "step-jit": _Block("step-jit", _OF_STEPS, [
+        ("stock + EMA, ms", _MS, "stock + EMA"),
+        ("wrapopt, 1 average, x stock + EMA", "x_stock_ema", "wrapopt K=1"),
+        ("wrapopt, no average, x stock", "x_stock", "wrapopt K=0")]),
+    "step-schedule-free": _Block("step-schedule-free", _OF_MODES, [
+        ("Adam, ms", _MS, "Adam"),
+        ("`ScheduleFree(Adam)`, x Adam", "x_adam", "ScheduleFree(Adam)"),
+        ("Keras's `ScheduleFreeAdamW`, x Adam", "x_adam", "ScheduleFreeAdamW"),
+        ("`ScheduleFree(Adam)`, of the streaming limit", "of_limit",
+         "ScheduleFree(Adam)"),
+        ("SGD with momentum, ms", _MS, "SGD, momentum"),
+        ("`ScheduleFree(SGD)`, ms", _MS, "ScheduleFree(SGD)"),
+        ("AdamWScheduleFree, ms", _MS, ("PyTorch", "foreach"))]),
+    "step-averages": _Block("step-averages", _OF_MODES, [
+        ("`MovingAverage(Adam)`, x Adam", "x_adam", "MovingAverage(Adam)"),
+        ("`PrimalAverage(Adam)`, x `MovingAverage(Adam)`", "x_average",
+         "PrimalAverage(Adam)"),
+        ("with a `BEMA`, x `MovingAverage(Adam)`", "x_average", "BEMA(Adam)")]),
     "gate": _Block("gate", _OF_SETS, [
-        ("stock, ungated, ms", "milliseconds", "ungated, stock"),
+        ("stock, ungated, ms", _MS, "ungated, stock"),
         ("wrapopt, ungated, x stock", "x_stock", "ungated, one op"),
         ("admitted, x stock", "x_stock", "gated, admitted"),
         ("admitted, x wrapopt ungated", "x_ungated", "gated, admitted"),
         ("admitted, x `tf.cond`", "x_cond", "gated, admitted"),
-        ("dropped, ms", "milliseconds", "gated, dropped")]),
+        ("dropped, ms", _MS, "gated, dropped")]),
     "gate-cluster": _Block("gate-cluster", _OF_SETS, [
-        ("Keras, ms", "milliseconds", "Keras"),
+        ("Keras, ms", _MS, "Keras"),
         ("wrapopt, ungated, x Keras", "x_keras", "ungated"),
         ("admitted, x Keras", "x_keras", "gated, admitted"),
         ("dropped, x Keras", "x_keras", "gated, dropped")]),
@@ -297,75 +308,17 @@ BLOCKS = {
             ("`MovingAverage`, x Keras", "of_keras", "MovingAverage"),
             ("`DropStaleGradient`, x Keras", "of_keras", "DropStaleGradient")]),
     "rounds": _Block("rounds", {"workers": "workers"}, [
-        ("milliseconds of a round, for each worker", "milliseconds", "DiLoCo"),
+        ("milliseconds of a round, for each worker", _MS, "DiLoCo"),
         ("x first", "x_first", "DiLoCo"),
         ("MB of the server at the peak", "peak_megabytes", "DiLoCo"),
         ("bytes for each worker more", "bytes:,.0f", "DiLoCo")]),
-    "growth": _Block("growth", {"what grows": "part mode", "number": "size"}, [
-        ("microseconds", "microseconds"), ("of each", "unit"),
-        ("bytes", "bytes:,.0f"), ("of each", "unit_of_bytes"),
-        ("to build one, ms", "build_milliseconds"),
-        ("first step of one, ms", "first_milliseconds")]),
-    "average": _Block("average", {"variables": "set", "S": "sources"}, [
-        ("`tf.add_n`, `assign`, ms", "milliseconds", "tf.add_n, assign"),
-        ("speed of wrapopt, x `tf.add_n`", "of_add_n", "wrapopt"),
-        ("of the streaming limit", "of_limit", "wrapopt")], {"part": "op"}),
-    "average-rounds": _Block("average", {"a round of": "set"}, [
-        ("accumulators, ms", "milliseconds", "accumulators"),
-        ("speed of wrapopt, x accumulators", "of_accumulators", "wrapopt"),
-        ("transfers of accumulators", "transfers", "accumulators"),
-        ("of wrapopt", "transfers", "wrapopt"),
-        ("megabytes of each", "megabytes", "wrapopt")], {"part": "round"}),
-    "average-steps": _Block("average", _OF_SETS, [
-        ("inner optimizer, ms", "milliseconds", "GradientDescent"),
-        ("`ModelAverage`, ms more", "adds_milliseconds:.1f", "ModelAverage"),
-        ("calls", "calls", "ModelAverage"),
-        ("`ElasticAverage`, ms more", "adds_milliseconds:.1f",
-         "ElasticAverage"),
-        ("calls", "calls", "ElasticAverage")], {"part": "step"}),
     "keras": _keras("keras"),
     "keras-gpu": _keras("keras-gpu"),
     "keras-busy": _keras("keras-busy"),
-    "keras-optimizers": _Block(
-        "keras-optimizers", {"variables": "set", "mode": "mode"}, [
-            ("Adam, ms", "milliseconds", "Adam"),
-            ("`ScheduleFree(Adam)`, x Adam", "x_adam", "ScheduleFree(Adam)"),
-            ("Keras's `ScheduleFreeAdamW`, x Adam", "x_adam",
-             "ScheduleFreeAdamW"),
-            ("`ScheduleFree(Adam)`, of the streaming limit", "of_limit",
-             "ScheduleFree(Adam)"),
-            ("SGD with momentum, ms", "milliseconds", "SGD, momentum"),
-            ("`ScheduleFree(SGD)`, ms", "milliseconds", "ScheduleFree(SGD)"),
-            ("AdamWScheduleFree, ms", "milliseconds", "AdamWScheduleFree")]),
-    "keras-averages": _Block(
-        "keras-averages", {"variables": "set", "mode": "mode"}, [
-            ("`MovingAverage(Adam)`, x Adam", "x_adam", "MovingAverage(Adam)"),
-            ("`PrimalAverage(Adam)`, x `MovingAverage(Adam)`", "x_average",
-             "PrimalAverage(Adam)"),
-            ("with a `BEMA`, x `MovingAverage(Adam)`", "x_average",
-             "BEMA(Adam)")]),
-    "keras-swap": _Block("keras", {"megabytes of weights": "megabytes"}, [
-        ("`SwapEMAWeights`, ms", "milliseconds", "SwapEMAWeights"),
-        ("`averaged_weights`, x `SwapEMAWeights`", "x_keras:.3f",
-         "averaged_weights")], {"model": "swap"}),
-    "merge": _Block(
-        "merge", {"format": "format", "checkpoints": "inputs",
-                  "MB of each": "megabytes"}, [
-            ("loop, s", "seconds", "loop"),
-            ("speed of the merge", "of_limit", "merge"),
-            ("memory, MB", "peak_megabytes", "merge")]),
-    "xla": _Block("xla", _OF_STEPS, [
-        ("stock + EMA, ms", "milliseconds", "stock + EMA"),
-        ("wrapopt, 1 average, x stock + EMA", "x_stock_ema", "wrapopt K=1"),
-        ("wrapopt, no average, x stock", "x_stock", "wrapopt K=0"),
-        ("instructions, stock + EMA", "hlo", "stock + EMA"),
-        ("wrapopt", "hlo", "wrapopt K=1"),
-        ("optimized, stock + EMA", "optimized_hlo", "stock + EMA"),
-        ("wrapopt", "optimized_hlo", "wrapopt K=1")]),
     "embedding-uniform": _embedding("uniform"),
     "embedding-zipf": _embedding("zipf"),
     "catch-up": _Block("embedding", {"rows": "rows"}, [
-        ("catch-up, ms", "milliseconds", "catch-up"),
+        ("catch-up, ms", _MS, "catch-up"),
         ("of the streaming limit", "of_limit", "catch-up")],
                        {"mode": "catch-up"}),
 }

@@ -23,21 +23,16 @@ class Steps:
     self._name = name
     self._arguments = arguments
     self._decay = decay
-    self._placed = {}
-
-  def codes(self):
-    """The codes that PyTorch has for this optimizer; makes their arrays."""
-    for code in "fused", "foreach":
-      try:
-        self._placed[code] = self._make(code)
-      except (TypeError, RuntimeError):
-        pass  # The optimizer has no such code.
-    return list(self._placed)
+    self._placed = {"fused": None, "foreach": None}
 
   def place(self):
-    """Makes new arrays."""
-    for code in self._placed:
-      self._placed[code] = self._make(code)
+    """Makes new arrays; returns the codes that the optimizer has."""
+    for code in list(self._placed):
+      try:
+        self._placed[code] = self._make(code)
+      except (TypeError, RuntimeError):  # The optimizer has no such code.
+        del self._placed[code]
+    return list(self._placed)
 
   def seconds(self, code, calls):
     """Seconds per step, in `calls` steps."""
@@ -56,7 +51,7 @@ class Steps:
     for v in values:
       v.grad = torch.rand(v.shape)
     module, _, name = self._name.rpartition(".")
-    optimizer = getattr(importlib.import_module(module or "torch.optim"), name)(
+    optimizer = getattr(importlib.import_module(module), name)(
         values, **self._arguments, **{code: True})
     if hasattr(optimizer, "train"):  # Of `schedulefree`.
       optimizer.train()
