@@ -183,11 +183,6 @@ def prepare(task, names, shapes, wait):
   from wrapopt.keras import _followers
   from wrapopt.keras import _steps
 
-  strategy = tf.distribute.ParameterServerStrategy(
-      tf.distribute.cluster_resolver.SimpleClusterResolver(
-          tf.train.ClusterSpec(task.spec), rpc_layer="grpc"))
-  task.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-
   def waited():
     """0, after `wait` seconds in which the worker's cores are free."""
     # Such a data set also waits before its end.
@@ -201,7 +196,7 @@ def prepare(task, names, shapes, wait):
     return [0.5 * value + late for value in values]
 
   def step_of(name):
-    with strategy.scope():
+    with task.strategy.scope():
       weights = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
       make, *wrapper = {**_OF_SETS, **_OF_WORKERS}[name]
       optimizer = make()
@@ -218,7 +213,7 @@ def prepare(task, names, shapes, wait):
         with record():
           gradients = gradients_of(weights)
         optimizer.apply(gradients, weights)
-      strategy.run(replica)
+      task.strategy.run(replica)
 
     return weights, step
 

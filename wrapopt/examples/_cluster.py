@@ -6,12 +6,14 @@ through a pipe and ends when the pipe is closed, also if the process that
 started it is killed.
 """
 
+import functools
 import logging
 import multiprocessing
 import os
 import queue
 import socket
 import threading
+import time
 
 import tensorflow as tf
 
@@ -148,14 +150,13 @@ class Task:
     report: A function that passes its argument to the process that waits.
     server: Its `tf.distribute.Server`; None for a coordinator.
     spec: {job: [address]} of the cluster.
-    strategy: What a coordinator keeps here for its next call, or None.
-    coordinator: The same.
+    strategy: The strategy of a coordinator.
+    coordinator: Its `ClusterCoordinator`.
   """
 
   def __init__(self, spec, job, number, report):
     self.job, self.number, self.spec = job, number, spec
     self.report = report
-    self.strategy = self.coordinator = None
     self.server = None if job not in spec else tf.distribute.Server(
         tf.train.ClusterSpec(spec), job_name=job, task_index=number,
         # Many processes share this machine.
@@ -176,7 +177,28 @@ class Task:
     return tf1.ConfigProto(device_filters=["/job:ps", self.device])
 
   def session(self, graph):
-    return tf1.Session(self.server.target, graph=graph, config=self.config())
+    """A session of the graph, whose variables the first task initializes."""
+    with graph.as_default(), tf1.device(self.placement()):
+      init = tf1.global_variables_initializer()
+      local_init = tf1.local_variables_initializer()
+      missing = tf1.report_uninitialized_variables(tf1.global_variables())
+    session = tf1.Session(self.server.target, graph=graph, config=self.config())
+    if self.number == 0:
+      session.run(init)
+    while session.run(missing).size:
+      time.sleep(0.05)
+    session.run(local_init)
+    return session
+
+  @functools.cached_property
+  def strategy(self):
+    return tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.spec), rpc_layer="grpc"))
+
+  @functools.cached_property
+  def coordinator(self):
+    return tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
 
 def _log_lost_sessions():

@@ -116,3 +116,9 @@ def points(steps, evaluations):
   """Numbers of steps after which to evaluate, at equal distances."""
   return sorted({max(1, steps * i // evaluations)
                  for i in range(1, evaluations + 1)})
+
+
+def of_seeds(errors):
+  """The mean, the least and the largest of the last errors of all seeds."""
+  last = np.array(errors)[:, -1]
+  return [f"{x:.2f}" for x in (last.mean(), last.min(), last.max())]

@@ -1,6 +1,7 @@
 """The figures of the examples."""
 
 import contextlib
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +27,17 @@ class Panel(NamedTuple):
 
 @contextlib.contextmanager
 def _drawn(path, title, n_panels):
-  """Makes a figure, and writes it: yields its axes, the unused ones at last."""
+  """Makes a figure: yields its axes, the unused ones at last.
+
+  Then it writes the figure and prints its path.
+  """
   # Readers who are colour-blind tell these colours apart.
   with _extras.load("matplotlib.style").context("petroff10"):
     figure, axes = _figure(n_panels)
     yield axes
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
+  print(path)
 
 
 def _figure(n_panels):
@@ -88,9 +93,10 @@ def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):
                             fontsize="small")
 
 
-def draw_staleness(path, title, panels):
+def draw_staleness(folder, title, panels):
   """Draws histograms of staleness: {title: {label: counts}}."""
-  with _drawn(path, title, len(panels)) as axes:
+  with _drawn(os.path.join(folder, "staleness.png"), title,
+              len(panels)) as axes:
     for ax, (name, bars) in zip(axes, panels.items()):
       width = 0.8 / len(bars)
       for i, (label, counts) in enumerate(bars.items()):

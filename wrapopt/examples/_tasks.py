@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+import contextlib
 import itertools
 import os
 import re
@@ -125,6 +126,33 @@ def make_dense(shape, hidden, outputs):
       layers.Dense(outputs)])
 
 
+def make_letters_net(before):
+  """A net that predicts a letter from those before it."""
+  return keras.Sequential([
+      keras.Input((before,), dtype="int32"),
+      layers.Embedding(len(_LETTERS), 16), layers.Flatten(),
+      layers.Dense(128, "relu"), layers.Dense(len(_LETTERS))])
+
+
+def step_of(strategy, model, optimizer, loss):
+  """A function of inputs and targets that takes a step in a strategy.
+
+  `loss` is as in `Task`.
+  """
+  record = getattr(optimizer, "record_step", contextlib.nullcontext)
+  variables = model.trainable_variables
+
+  def replica(x, y):
+    with record(), tf.GradientTape() as tape:  # Before weights are read.
+      # Keras sums the gradients of the replicas.
+      mean = tf.reduce_mean(loss(y, model(x))) / strategy.num_replicas_in_sync
+    gradients = tape.gradient(mean, [v.value for v in variables])
+    # Dense, because a batch has more letters than the embedding has rows.
+    optimizer.apply([tf.convert_to_tensor(g) for g in gradients], variables)
+
+  return lambda x, y: strategy.run(replica, (x, y))
+
+
 # Raw and averaged weights in a training.
 
 
@@ -186,7 +214,6 @@ def show_curve(rows, measures, title, path, shown):
               steps, [measure(row[weights]) for row in rows], style)
           for weights, style in (("raw", "C1.-"), ("averaged", "C0.-"))})
       for name, measure in measures.items()], shown)
-  print(path)
 
 
 # Small tasks on which optimizers are compared.
@@ -280,12 +307,29 @@ def perplexity(y, outputs, loss):
 
 cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
 CLASSES = cross_entropy, wrong, "wrong (%)"
+LETTERS = cross_entropy, perplexity, "perplexity of a character"
 
 
 def least(candidates, error):
   """The first of the candidates with the least error, and all errors."""
   errors = {candidate: error(candidate) for candidate in candidates}
-  return min(errors, key=errors.get), errors
+  # A run that diverges may have no number as its error.
+  return min(errors, key=lambda x: np.nan_to_num(errors[x], nan=np.inf)), errors
+
+
+_LETTERS = " abcdefghijklmnopqrstuvwxyz"
+
+
+def letters_of(documents):
+  """The numbers of the letters of lists of words."""
+  return np.array([_LETTERS.index(c) for words in documents for word in words
+                   for c in word + " "], np.int32)
+
+
+def windows(letters, before):
+  """(the letters before it, a letter) of all letters but the first."""
+  found = np.lib.stride_tricks.sliding_window_view(letters, before + 1)
+  return found[:, :-1].copy(), found[:, -1].copy()
 
 
 def read_documents(limit=None):

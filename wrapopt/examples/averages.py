@@ -184,13 +184,13 @@ def widths(out="results/averages/widths", steps=2000, seed=0):
       curves[f"{label}, {at * every} steps"] = (
           [row["width"] for row in shown],
           [100 * row[key] for row in shown], style)
-  path = os.path.join(out, "widths.png")
-  _plots.draw_curves(
-      path, "the width of the average, chosen after training", "relative width",
-      [_plots.Panel("", "held-out accuracy (%)", curves)], shown=(0, 1))
   best = max(rows[-len(_WIDTHS):], key=lambda row: row["accuracy"])
-  print(f"The best width at the end: {best['width']}, {best['accuracy']:.2%}.\n"
-        f"{path}\n{directory}")
+  print(f"The best width at the end: {best['width']}, {best['accuracy']:.2%}.")
+  _plots.draw_curves(
+      os.path.join(out, "widths.png"),
+      "the width of the average, chosen after training", "relative width",
+      [_plots.Panel("", "held-out accuracy (%)", curves)], shown=(0, 1))
+  print(directory)
   return {"rows": rows, "best": best, "snapshots": len(os.listdir(directory))}
 
 

@@ -64,7 +64,6 @@ _PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
 _POWERS = (0.2, 0.4, 0.8)
 _BETAS = (0.8, 0.9, 0.95)
 _DECAYS = (0.97, 0.99, 0.997)
-_LETTERS = " abcdefghijklmnopqrstuvwxyz"
 _WINDOW = 12  # Characters from which the next one is predicted.
 
 
@@ -172,16 +171,11 @@ def averages_of(optimizer, variables, kept):
 
 
 def _split_text(files):
-  text = " ".join(itertools.chain.from_iterable(_tasks.read_documents(files)))
-  numbers = np.array([_LETTERS.index(c) for c in text], np.int32)
-
-  def samples(numbers):
-    windows = np.lib.stride_tricks.sliding_window_view(numbers, _WINDOW + 1)
-    return windows[:, :-1].copy(), windows[:, -1].copy()
-
+  letters = _tasks.letters_of(_tasks.read_documents(files))[:-1]
   # Neighbours overlap, so that parts of the text must be split.
-  ends = [len(numbers) * 8 // 10, len(numbers) * 9 // 10]
-  training, *others = map(samples, np.split(numbers, ends))
+  ends = [len(letters) * 8 // 10, len(letters) * 9 // 10]
+  training, *others = (_tasks.windows(part, _WINDOW)
+                       for part in np.split(letters, ends))
   return _tasks.Split(training, *((x[:20000], y[:20000]) for x, y in others))
 
 
@@ -203,11 +197,8 @@ TASKS = {
             layers.Dense(10)]),
         *_tasks.CLASSES),
     "text": _tasks.Task(
-        _split_text, lambda: keras.Sequential([
-            keras.Input((_WINDOW,), dtype="int32"),
-            layers.Embedding(len(_LETTERS), 16), layers.Flatten(),
-            layers.Dense(128, "relu"), layers.Dense(len(_LETTERS))]),
-        _tasks.cross_entropy, _tasks.perplexity, "perplexity of a character"),
+        _split_text, lambda: _tasks.make_letters_net(_WINDOW),
+        *_tasks.LETTERS),
 }
 
 
@@ -349,13 +340,11 @@ def compare(runs, ways, rates, tuning_seeds, seeds, points, progress):
     progress.update(len(seeds))
     return errors
 
-  validation = [
-      (way, rate, float(np.mean(run_all(way, rate, tuning_seeds, points[-1:],
-                                        "validation"))))
-      for way, rate in itertools.product(ways, rates)]
-  # A run that diverges has no number as its error.
-  way, rate, _ = min(validation, key=lambda x: np.nan_to_num(x[-1], nan=np.inf))
-  return {"way": way, "rate": rate, "validation": validation,
+  (way, rate), validation = _tasks.least(
+      itertools.product(ways, rates), lambda tried: float(np.mean(run_all(
+          *tried, tuning_seeds, points[-1:], "validation"))))
+  return {"way": way, "rate": rate,
+          "validation": [(*x, error) for x, error in validation.items()],
           "errors": run_all(way, rate, range(seeds), points, "held_out")}
 
 
@@ -380,25 +369,23 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
             runs, ways[contender], rates, tuning_seeds, seeds, points, progress)
 
   def cells(row):
-    last = np.array(row["errors"])[:, -1]
+    mean, least, largest = _command.of_seeds(row["errors"])
     # It might be better beyond the grid.
     edge = "*" if row["rate"] in (rates[0], rates[-1]) else ""
-    return [f"{last.mean():.2f}", f"{last.min():.2f} - {last.max():.2f}",
-            f"{row['rate']:g}{edge}", setting_of(row["way"])]
+    return [mean, f"{least} - {largest}", f"{row['rate']:g}{edge}",
+            setting_of(row["way"])]
 
   for name, rows in found.items():
     _command.print_table(
         f"{name}: {TASKS[name].label}, held out (*: the end of the grid)",
         ["after steps", points[-1], "least - largest", "rate", "setting"],
         [[contender, *cells(row)] for contender, row in rows.items()])
-  path = os.path.join(out, "curves.png")
   _plots.draw_curves(
-      path, "held-out error, mean of the seeds",
+      os.path.join(out, "curves.png"), "held-out error, mean of the seeds",
       "optimizer steps", [_plots.Panel(name, TASKS[name].label, {
           contender: (points, row["errors"], _STYLES[contender])
           for contender, row in rows.items()})
                           for name, rows in found.items()])
-  print(path)
   return {"rates": rates, "tuning_seeds": tuning_seeds, "points": points,
           "tasks": found}
 

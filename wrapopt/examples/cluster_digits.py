@@ -159,12 +159,11 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
       "accuracy on held-out scans, of a worker's own weights just before the "
       "last mean,\nand of that mean", ["", "scans", "steps", "own", "mean"],
       rows)
-  path = os.path.join(out, "curves.png")
   _plots.draw_curves(
-      path, "model averaging of digits: workers just before each mean",
+      os.path.join(out, "curves.png"),
+      "model averaging of digits: workers just before each mean",
       f"rounds, of {_INTERVAL} steps of each worker",
       [_plots.Panel("", "held-out accuracy (%)", curves)], shown=(0.1, 1))
-  print(path)
   return {"workers": workers, "alone": baselines}
 
 

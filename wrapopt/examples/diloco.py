@@ -47,7 +47,6 @@ network connects.
 
 from collections.abc import Callable
 from concurrent import futures
-import contextlib
 import json
 import os
 import time
@@ -106,18 +105,11 @@ for _way, _centers in ("elastic", (0.9, 0.45)), ("DiLoCo", (0.7, 0.35)):
                      for center in _centers]
 
 _BEFORE = 16  # Characters that the net of the text sees.
-_CHARACTERS = " abcdefghijklmnopqrstuvwxyz"
 
 
 def _split_text(documents, seed):
   """Holds out a fifth of the documents."""
-
-  def samples(documents):
-    text = "".join(" ".join(words) + " " for words in documents)
-    windows = np.lib.stride_tricks.sliding_window_view(
-        np.array([_CHARACTERS.index(c) for c in text], np.int32), _BEFORE + 1)
-    return windows[:, :-1], windows[:, -1]
-
+  samples = lambda of: _tasks.windows(_tasks.letters_of(of), _BEFORE)
   held_out = set(range(seed % 5, len(documents), 5))
   # A worker's quarter are modules that follow each other.
   training = samples([d for i, d in enumerate(documents) if i not in held_out])
@@ -151,12 +143,8 @@ TASKS = {
         _tasks.Task(None, _tasks.make_net, *_tasks.CLASSES), 1e-3, 20),
     "text": Task(
         _tasks.read_documents, _split_text,
-        _tasks.Task(None, lambda: keras.Sequential([
-            keras.Input((_BEFORE,), dtype="int32"),
-            layers.Embedding(len(_CHARACTERS), 16), layers.Flatten(),
-            layers.Dense(128, "relu"), layers.Dense(len(_CHARACTERS))]),
-                    _tasks.cross_entropy, _tasks.perplexity,
-                    "perplexity of a character"), 2e-3, 50),
+        _tasks.Task(None, lambda: _tasks.make_letters_net(_BEFORE),
+                    *_tasks.LETTERS), 2e-3, 50),
 }
 
 
@@ -186,19 +174,8 @@ class Trainer:
     with self._strategy.scope():
       optimizer = wrap(keras.optimizers.Adam(self._rate))
       optimizer.build(self._variables)
-    record = getattr(optimizer, "record_step", contextlib.nullcontext)
-
-    def replica(x, y):
-      with record(), tf.GradientTape() as tape:  # Before weights are read.
-        loss = tf.reduce_mean(self._task.measure.loss(y, self._model(x)))
-        # Keras sums the gradients of the replicas.
-        loss /= self._strategy.num_replicas_in_sync
-      gradients = tape.gradient(loss, [v.value for v in self._variables])
-      # Dense, because a batch has more characters than the embedding has rows.
-      optimizer.apply([tf.convert_to_tensor(g) for g in gradients],
-                      self._variables)
-
-    return optimizer, lambda x, y: self._strategy.run(replica, (x, y))
+    return optimizer, _tasks.step_of(self._strategy, self._model, optimizer,
+                                     self._task.measure.loss)
 
   def step(self):
     start = time.perf_counter()
@@ -256,17 +233,14 @@ class Coordinator(Trainer):
 
   def __init__(self, task, way, addresses, data, seed, **settings):
     del way, addresses
-    super().__init__(
-        seed=seed, **settings, strategy=tf.distribute.ParameterServerStrategy(
-            tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec(task.spec), rpc_layer="grpc")))
-    distribute = tf.distribute.coordinator
-    self._coordinator = distribute.ClusterCoordinator(self._strategy)
+    super().__init__(seed=seed, **settings, strategy=task.strategy)
+    self._coordinator = task.coordinator
     self._optimizer, step = self._keras_step(
         lambda opt: wrapopt.keras.DropStaleGradient(opt, _STALENESS))
 
     def batches():
-      worker = distribute.experimental_get_current_worker_index()
+      worker = (tf.distribute.coordinator
+                .experimental_get_current_worker_index())
       return tf.data.Dataset.from_tensor_slices(tuple(
           tf.constant(quarters)[worker] for quarters in data)).shuffle(
               len(data[0][0]), seed).repeat().batch(_BATCH)
@@ -308,16 +282,8 @@ class Elastic(Trainer):
       self._train_op = opt.minimize(
           tf.reduce_mean(self._task.measure.loss(y, outputs)))
       self._centers = [getter.centers[v] for v in variables]
-      init = tf1.global_variables_initializer()
-      local_init = tf1.local_variables_initializer()
-      missing = tf1.report_uninitialized_variables(tf1.global_variables())
       start = opt.get_init_op(task.number)
     self._session = task.session(graph)
-    if task.number == 0:
-      self._session.run(init)
-    while self._session.run(missing).size:
-      time.sleep(0.05)
-    self._session.run(local_init)
     self._session.run(start)
 
   def _take(self, ended):
@@ -417,11 +383,12 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
         progress.update()
         return got
 
-      tuned[name] = {
-          way: [(setting, rows(way, setting, seed + seeds)[-1][-1])
-                for setting in settings] for way, settings in tried.items()}
-      best = {way: min(errors, key=lambda x: np.nan_to_num(x[1], nan=np.inf))[0]
-              for way, errors in tuned[name].items()}
+      chosen = {way: _tasks.least(settings, lambda setting, way=way: rows(
+          way, setting, seed + seeds)[-1][-1])
+                for way, settings in tried.items()}
+      best = {way: setting for way, (setting, _) in chosen.items()}
+      tuned[name] = {way: list(errors.items())
+                     for way, (_, errors) in chosen.items()}
       found[name] = {way: [rows(way, best[way], s)
                            for s in range(seed, seed + seeds)] for way in WAYS}
       _command.print_table(
@@ -437,11 +404,9 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
       # Of each seed. The bytes differ only in asynchronous training.
       steps_, seconds, sent, errors = np.moveaxis(np.array(rows), -1, 0)
       sent = sent.mean(axis=0) / 1e6
-      last = errors[:, -1]
       table.append([
-          name, way, int(steps_[0, -1]), f"{last.mean():.2f}",
-          f"{last.min():.2f}", f"{last.max():.2f}", f"{sent[-1]:.2f}",
-          f"{seconds[:, -1].mean():.1f}"])
+          name, way, int(steps_[0, -1]), *_command.of_seeds(errors),
+          f"{sent[-1]:.2f}", f"{seconds[:, -1].mean():.1f}"])
       over_time[way] = seconds.mean(axis=0), errors, _STYLES[way]
       if sent.any():
         over_bytes[way] = sent[1:], errors[:, 1:], _STYLES[way]
@@ -461,11 +426,10 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
       "what a worker sent",
       ["task", "way", "steps", "error", "least", "largest", "MB sent",
        "seconds"], table)
-  path = os.path.join(out, "diloco.png")
   _plots.draw_curves(
-      path, f"{_WORKERS} workers; band: the least and the largest of the seeds",
+      os.path.join(out, "diloco.png"),
+      f"{_WORKERS} workers; band: the least and the largest of the seeds",
       "", panels)
-  print(path)
   return {"tasks": found, "tuned": tuned}
 
 

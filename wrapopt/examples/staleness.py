@@ -98,17 +98,9 @@ def train(task, steps, limit, rest, seed):
       loss = _tasks.loss_of(labels, logits)
     train_op = opt.minimize(loss, global_step)
     stats = opt.staleness_stats(worker=True)
-    init = tf1.global_variables_initializer()
-    local_init = tf1.local_variables_initializer()
-    missing = tf1.report_uninitialized_variables(tf1.global_variables())
     now = global_step.read_value()
 
   with task.session(graph) as session:
-    if task.number == 0:
-      session.run(init)
-    while session.run(missing).size:
-      time.sleep(0.05)
-    session.run(local_init)
     batches = _tasks.batches(data, _BATCH, [seed, task.number])
     start, tried = time.perf_counter(), 0
     while session.run(now) < steps:
@@ -159,12 +151,10 @@ def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
       [[name, worker["tried"], f"{worker['tried'] / worker['seconds']:.1f}",
         *counts] for name, worker, *counts in zip(
             names, found, admitted, dropped)])
-  path = os.path.join(out, "staleness.png")
-  _plots.draw_staleness(path, "", {
+  _plots.draw_staleness(out, "", {
       f"asynchronous SGD with a limit of {limit}": {
           f"worker {name}: {n} dropped": np.add(w["admitted"], w["dropped"])
           for name, w, n in zip(names, found, dropped)}})
-  print(path)
   return {"workers": found}
 
 
@@ -181,35 +171,15 @@ def coordinate(task, steps, limit, seed):
     The results of the steps, a dict.
   """
   data, held_out = _tasks.load_digits(seed)
-  if task.strategy is None:
-    task.strategy = tf.distribute.ParameterServerStrategy(
-        tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(task.spec), rpc_layer="grpc"))
-    task.coordinator = tf.distribute.coordinator.ClusterCoordinator(
-        task.strategy)
-
   keras.utils.set_random_seed(seed)
   with task.strategy.scope():
     model = _tasks.make_net()
     optimizer = keras.optimizers.Adam(0.002)
-    record_step = contextlib.nullcontext
     if limit is not None:
       optimizer = wrapopt.keras.DropStaleGradient(optimizer, limit)
-      record_step = optimizer.record_step
     optimizer.build(model.trainable_variables)
-  loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-  def replica(images, labels):
-    variables = model.trainable_variables
-    with record_step(), tf.GradientTape() as tape:  # Before weights are read.
-      loss = loss_of(labels, model(images, training=True))
-    gradients = tape.gradient(loss, [v.value for v in variables])
-    optimizer.apply(gradients, variables)
-
-  @tf.function
-  def step(iterator):
-    task.strategy.run(replica, args=next(iterator))
-
+  take = _tasks.step_of(task.strategy, model, optimizer, _tasks.cross_entropy)
+  step = tf.function(lambda iterator: take(*next(iterator)))
   iterator = iter(task.coordinator.create_per_worker_dataset(
       lambda: _tasks.dataset(data, _BATCH, None)))
   for _ in range(steps):
@@ -267,11 +237,9 @@ def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
       [[name, run["iterations"], sum(run["dropped"]),
         steps - run["iterations"] - sum(run["dropped"]),
         f"{run['accuracy']:.1%}"] for name, run in runs.items()])
-  path = os.path.join(out, "staleness.png")
-  _plots.draw_staleness(path, "DropStaleGradient", {
+  _plots.draw_staleness(out, "DropStaleGradient", {
       name: {f"{of}: {sum(run[of])}": run[of] for of in ("admitted", "dropped")}
       for name, run in runs.items() if name != "Keras"})
-  print(path)
   return {"runs": runs}
 
 
@@ -455,28 +423,24 @@ def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
     found = {name: compare(name, grid, seeds, points, 12 if quick else 120,
                            progress) for name in tasks}
 
-  def cell(errors):
-    last = [row[-1] for row in errors]
-    return f"{np.mean(last):.2f} ({min(last):.2f} - {max(last):.2f})"
-
   for name, of in found.items():
     for order, by_workers in of["errors"].items():
       _command.print_table(
           f"{name}: {TASKS[name].label}, held out; workers {order}; rate "
           f"{of['rate']:g}, lambda {of['lambda']:g}",
           ["workers", *by_workers],
-          [[method, *(cell(errors[method]) for errors in by_workers.values())]
+          [[method, *("{} ({} - {})".format(*_command.of_seeds(errors[method]))
+                      for errors in by_workers.values())]
            for method in _STYLES])
-  path = os.path.join(out, "curves.png")
   _plots.draw_curves(
-      path, "held-out error; band: the least and the largest of the seeds",
+      os.path.join(out, "curves.png"),
+      "held-out error; band: the least and the largest of the seeds",
       "gradients", [
           _plots.Panel(f"{name}, {m} workers in turn", TASKS[name].label, {
               method: (points, errors, _STYLES[method])
               for method, errors in of["errors"]["in turn"][m].items()})
           for m in (grid["workers"][0], grid["workers"][-1])
           for name, of in found.items()])
-  print(path)
   return {"points": points, **grid, "tasks": found}
 
 
