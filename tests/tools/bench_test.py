@@ -27,6 +27,7 @@ _SHAPES = [(3, 40), (5,), ()]  # 126 numbers.
 # {file of results: a command of them}.
 _COMMANDS = {
     "gate": "gate --sets resnet50",
+    "rounds": "rounds --workers 2 4",
     "step": "step --sets resnet50 --optimizers Adam",
     "step-jit": "step --sets resnet50 --optimizers Momentum --modes jit",
     "step-schedule-free": "step --sets resnet50 --optimizers Schedule-Free",

@@ -86,7 +86,8 @@ class _Job:
   def __init__(self, address, n, pid, own_sessions):
     layout = _layout.Layout(
         [_settings.Variable("", [_NUMBERS], tf.float32, False)], 1)
-    make = lambda: _server.Server(address, "bench", "", 1, "{}", n, layout, 0)
+    make = lambda: _server.Server(address, "bench", "", "{}", n, layout, 0,
+                                  None)
     server = make()
     server.connect()
     self._workers = []
@@ -95,7 +96,7 @@ class _Job:
     for k in range(n):
       # A copy has the session.
       of_worker = make() if own_sessions else copy.copy(server)
-      of_worker._worker = f"worker {k}"
+      of_worker._worker, of_worker._job = f"worker {k}", _server.Job(False)
       # A worker whose call fails closes its session, which may be that of all.
       of_worker.close = lambda: None
       self._workers.append(_member.Member(
