@@ -267,11 +267,12 @@ class Run:
 
   @property
   def outputs(self):
-    """The names of the files of the output."""
+    """The names of the files of the output; the last one completes it."""
     name = os.path.relpath(self.output, self.directory)
     if checkpoint_files.ENDINGS[self.output_format]:
-      return {name}
-    return {name + ".index", name + ".data-00000-of-00001"}
+      return [name]
+    return [name + ending
+            for ending in (".made.json", ".data-00000-of-00001", ".index")]
 
   def tool(self):
     """Runs it; returns the weights of the inputs."""
@@ -576,8 +577,7 @@ def _run_kill(run):
   for name, data in run.files.items():
     if there.get(name, 0) != data:
       return "killed", f"changes {name}"
-  # The file that completes the output.
-  if max(run.outputs) in there:
+  if run.outputs[-1] in there:
     weights = _WEIGHTS.get(run.case.function)
     finding = weights and run.of_numbers(weights)
     if finding:

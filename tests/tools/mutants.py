@@ -260,10 +260,8 @@ def _mutants():
           "cc/kernels/apply.cc", "if (!accept) return;",
           "", "//tests/ops:apply_test --test_filter=accept")
   yield m("check: does nothing", "cc/kernels/move.cc",
-          'ctx, variables.Find("variables", Variables::Access::kRead, &first));'
-          "\n    OP_REQUIRES_OK(ctx, variables.Lock());",
-          'ctx, variables.Find("variables", Variables::Access::kRead, '
-          '&first));',
+          "&first));\n  TF_RETURN_IF_ERROR(variables.Lock());\n  return",
+          "&first));\n  return",
           "//tests/keras:in_place_test")
 
   # XLA.
