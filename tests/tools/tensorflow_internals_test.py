@@ -195,6 +195,7 @@ ATTRIBUTES = {
         "_overwrite_variable_with_gradient", "_track_trackable",
         "_trainable_variables", "_untrack_variable", "_use_weight_decay",
         "_var_key", "_velocities", "_velocity_hats"],
+    lambda: built(keras.optimizers.Adagrad()): ["_accumulators"],
     lambda: built(keras.optimizers.RMSprop(centered=True)): [
         "_average_gradients"],
     lambda: built(keras.optimizers.SGD(use_ema=True)): [

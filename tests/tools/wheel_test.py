@@ -147,6 +147,8 @@ def test_metadata(wheel, info):
   versions = f"<{major}.{minor + 1},>={least}"
   for machine, name in ("x86_64", "tensorflow-cpu"), ("aarch64", "tensorflow"):
     assert extras(machine) == {
+        "checkpoints": {"h5py": "", "ml_dtypes": "", "safetensors": ">=0.5",
+                        "tqdm": ""},
         "examples": {"matplotlib": ">=3.10", "scikit-learn": "", "tqdm": ""},
         "tensorflow": {"tensorflow": versions},
         "tensorflow-cpu": {name: versions},

@@ -276,7 +276,9 @@ def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
                 for stats in trace.step_stats.dev_stats
                 for node in stats.node_stats}
       step_ops = [name for name in places if re.match(
-          "cond.*/(sub|mul|truediv|Abs|Select|Assign|.*Apply(Ref)?$)", name)]
+          "cond.*/(sub|mul|truediv|Abs|Select|Assign|.*Apply(Ref)?$)", name)
+                  # The end of a control edge, at the worker.
+                  and not re.search(r"_S\d+$", name)]
       assert len(step_ops) > 3
       for name in [origin.name, *step_ops]:
         # The gradient comes from there.
@@ -378,8 +380,10 @@ def test_alone_a_worker_trains_as_without_a_policy(policy, dtype, make):
         slot.numpy() for v in (w, bias)
         for slot in map(lambda name, v=v: opt._optimizer.get_slot(v, name),
                         opt._optimizer.get_slot_names()))])
-  for got, want in zip(*results, strict=True):
-    numerics.assert_same_bits(got, want)
+  for pair in zip(*results, strict=True):
+    # Overflows end in NaN, whose sign says nothing.
+    numerics.assert_same_bits(*(np.where(np.isnan(x), np.abs(x), x)
+                                for x in pair))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
