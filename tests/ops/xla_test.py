@@ -278,7 +278,7 @@ hidden = tf.function(lambda x: x, autograph=False)
 
 def raw_sgd(var, grad, scalars=(1.0,), shadows=(), decays=(), accept=True):
   raw.wrapopt_apply(
-      [v.handle for v in (var, *shadows)], grad=[grad], indices=[], origins=[],
+      [v.handle for v in (var, *shadows)], grad=[grad], indices=[],
       scalars=tf.constant(scalars, tf.float64),
       decays=hidden(tf.constant(decays, tf.float64)),
       accept=tf.constant(accept), rule="GradientDescent", NK=len(shadows),

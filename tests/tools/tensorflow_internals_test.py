@@ -204,7 +204,6 @@ ATTRIBUTES = {
         "_post_untrack_variable", "_reduction_axes"],
     in_keras_model: ["_flatten_layers", "_get_metrics_result_or_logs",
                      "_metrics", "_trainable_variables"],
-    lambda: keras.callbacks.SwapEMAWeights(): ["_swap_variables"],
 }
 
 # Private methods and properties of base classes that classes of wrapopt
