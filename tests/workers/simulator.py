@@ -629,6 +629,10 @@ class Oracle:
     return self._first(place[0], 0, self._held[place, 0][0])
 
 
+def generation(texts):
+  return int(texts[0].split()[1])
+
+
 class Plan:
   """The settings of a schedule, which its seed alone decides."""
 
@@ -673,6 +677,11 @@ class Plan:
          rng.randrange(1, 20), rng.choice(["stop_worker", "kill_worker"]),
          rng.uniform(0, FAULTS["stop_worker"]))
         for _ in range(rng.choice([0, 0, 2]))]
+    # A worker stops in a restore, for longer than its turn.
+    if rng.random() < 0.2:
+      self.targeted.append(("stage to restore", rng.randrange(1, 5),
+                            "stop_worker", rng.uniform(0.3, 1.5) *
+                            DEADLINE_SECS))
     self.faults = []  # (at which call, kind, target, seconds), sorted.
     at = 0
     per_round = self.num_workers * (6 + 6 * self.num_servers)
@@ -843,9 +852,15 @@ class World:
               "" if call.answer is None else call.answer)
     self.calls += 1
     if call.answer is None and self._quiet_since is None:
-      n = self._calls_of[call.op] = self._calls_of.get(call.op, 0) + 1
+      kind_of_call = call.op
+      if call.op == "stage" and call.server.is_up and (
+          generation(call.feeds["known"]) >
+          generation(call.server.rounds.known().texts)):
+        kind_of_call = "stage to restore"
+      n = self._calls_of[kind_of_call] = self._calls_of.get(
+          kind_of_call, 0) + 1
       for op, which, kind, secs in self._plan.targeted:
-        if (op, which) == (call.op, n):
+        if (op, which) == (kind_of_call, n):
           self._do(call, kind, 0, secs)
     while self._faults and self._faults[0][0] <= self.calls:
       self._do(call, *self._faults.pop(0)[1:])
