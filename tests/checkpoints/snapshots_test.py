@@ -561,8 +561,8 @@ def test_moving_statistics_are_found(tmp_path, capsys):
     source.close()
     assert (f"note: {output} has moving statistics of batch normalizations, "
             f"{len(names)} variables such as '{names[-1]}'. They do not fit "
-            "averaged weights. Load the output into the model, then call "
-            "wrapopt.keras.recalibrate") in capsys.readouterr().err
+            "averaged weights. Load the output into the model, then compute "
+            "them again: wrapopt.keras.recalibrate") in capsys.readouterr().err
     if path.suffix:
       assert names == ["first/vars/2", "first/vars/3", *(
           f"layers/batch_normalization_{k}/vars/{i}"

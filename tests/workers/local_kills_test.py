@@ -9,7 +9,6 @@ import signal
 import time
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import local_kills_task as task
@@ -187,8 +186,3 @@ def test_a_job_that_was_killed(tmp_path):
     check(lines, kills=2)
   finally:
     job.close()
-
-
-@pytest.mark.parametrize("num_workers", [2, 4])
-def test_fifty_kills(num_workers, tmp_path):
-  run(num_workers, 50, tmp_path)
