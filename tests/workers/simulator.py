@@ -520,6 +520,7 @@ class Oracle:
     self._world = world
     self.meant = {}  # (worker, round): [(vectors, weight)].
     self._held = {}  # (place, server): (center, velocity).
+    self._lives = {}  # The same: the incarnation of the server.
     # (round, server): by the bytes of its centers, the first center of each.
     self._of_round = {}
     self._jobs = {}  # place: the job of the center.
@@ -536,9 +537,14 @@ class Oracle:
     place = server.rounds.known().place
     center = np.concatenate(server.values)
     key = place, server.index
-    if key in self._held and not np.array_equal(self._held[key][0], center):
+    # One that was lost with its server, and that nobody holds, is forgotten.
+    if key in self._held and not np.array_equal(
+        self._held[key][0], center) and (
+            self._lives[key] == server.incarnation or
+            self._world.is_held(place)):
       raise Violation(f"server {server.index} has two centers of {place}")
     self._held[key] = center, velocity
+    self._lives[key] = server.incarnation
     centers = self._of_round.setdefault((place[0], server.index), {})
     centers.setdefault(center.tobytes(), first)
     self._jobs[place] = server.job
@@ -927,6 +933,11 @@ class World:
 
   def is_replaced(self, worker):
     return self._workers[worker.name] is not worker
+
+  def is_held(self, place):
+    """Whether a worker holds the center of a place."""
+    return any(w.member is not None and w.member.place == place
+               for w in self._workers.values())
 
   def alive(self, worker):
     return not worker.is_killed and not worker.is_over
