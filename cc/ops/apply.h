@@ -29,7 +29,7 @@ class ApplyContract {
 
   // The lists of the input "variables".
   std::vector<VariableList> Lists(const ShadowContract& averages) const;
-  // Their first positions. That of a rule's state:
+  // The first position of each list: of state s of the rule,
   int state(int s) const { return s * n_; }
   int shadows() const { return state(states_.size()); }
   int log_decays(const ShadowContract& averages) const {

@@ -636,7 +636,7 @@ TEST(Rounds, ATurnThatNobodyGave) {
   known.turn = 7;
   Stage(f.lead.get(), "a", known, 1);
   EXPECT_FALSE(f.Arrive("a", known));
-  // One that the lead gave ends on another server, too.
+  // A turn that the lead gave ends on another server, too.
   known = f.Enter("a", {0, 1})->known;
   EXPECT_TRUE(Stage(f.other.get(), "a", known, 1));
   EXPECT_TRUE(f.other->Arrive("a", known, &f.now));

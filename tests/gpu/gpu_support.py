@@ -38,7 +38,7 @@ class Log:
 
   @property
   def kinds(self):
-    """Of all launches: "small" or "large"."""
+    """The kinds of all launches: a set of "small" and "large"."""
     return {line.split()[1].split("_")[1]
             for line in self._lines()[self._begin:]
             if line.startswith("launch")}

@@ -27,7 +27,7 @@ _count = itertools.count()
 
 
 def values(worker, place):
-  """What a worker sends to a round, or restores at a place without a round."""
+  """The values that a worker sends to the round of a place, or restores."""
   return [np.float32(ord(worker) % 7 + 10 * i + place[0]) for i in range(N)]
 
 
@@ -138,7 +138,7 @@ class Worker:
       yield
 
   def round(self):
-    """That of both servers; None if they differ, or one has no center."""
+    """The round of both servers; None if it differs, or one has no center."""
     (place, has), (other, has_other) = self._states()
     return place[0] if place == other and has and has_other else None
 

@@ -22,10 +22,10 @@ MLP = (functools.partial(bench._mlp, 2, 4),
        functools.partial(keras.optimizers.Adam, 1e-3))
 # {file of results: (a command of them, how many results it has)}.
 _COMMANDS = {
-    # Of four modes and two models, four contenders.
+    # Four modes, two models, four contenders.
     "keras": ("keras", 4 * 2 * 4),
     "gate-cluster": ("gate --cluster --sets resnet50", 4),
-    # Of two kinds, three contenders.
+    # Two numbers of workers, two kinds, three contenders.
     "gate-workers": ("gate --cluster --workers 1 2", 2 * 2 * 3),
     # In Keras there is no optimizer that is wrapopt's op; one of the catch-up.
     "embedding": ("embedding --rows 60 --indices 5", 2 * (4 + 4 + 3 + 3) + 1),

@@ -106,7 +106,8 @@ def weighted(inputs, output, weights, options=Options(), made=None):
       )) if options.progress else None
       for name, value in stack.enter_context(
           contextlib.closing(_sums(summed, names, bar))):
-        if not options.allow_nan and np.isnan(value).any():
+        # A minimum is NaN if a value is.
+        if not options.allow_nan and np.isnan(np.min(value, initial=0)):
           raise _is_nan(name, summed)
         sink.write(name, _rounded(value, last.dtype(name)))
       for name in sorted(last.specs.keys() - {*names}):
@@ -120,7 +121,7 @@ def _plan(inputs, weights, summed, names, only):
   """The Plan of a weighted sum: see `weighted`."""
   last = inputs[-1]
   copied = {name: why_not(last, name, only)
-            for name in last.specs if name not in {*names}}
+            for name in sorted(last.specs.keys() - {*names})}
   of_copied = sum(last.specs[name].nbytes for name in copied)
   # The sum, the value that is added, and the next one; or the rounded sum.
   peak = max((spec.size * 8 + 2 * max(s.specs[name].nbytes for s, _ in summed)
