@@ -631,6 +631,10 @@ class Oracle:
         self._world.whole([self._held[place, s][i] for s in servers])
         for i in range(2))
 
+  def is_of_checkpoint(self, place):
+    """Whether a center goes back to a checkpoint, and not to the first one."""
+    return place in self._jobs and self._first_of(place) in self._was_saved
+
   def _first_of(self, place):
     return self._first(place[0], 0, self._held[place, 0][0])
 
@@ -1106,7 +1110,8 @@ class World:
       self.oracle.check_center(member, before)
       return result
     if any(x in str(failed) for x in ("begun anew", "another job")) and (
-        self._may_begin_anew(me, begun)):
+        self._may_begin_anew(me, begun) or
+        self.oracle.is_of_checkpoint(member.place)):
       raise Leave(1.0) from failed
     if not isinstance(failed, tf.errors.DeadlineExceededError):
       raise Violation(f"{me.name}: {failed!r}") from failed

@@ -38,6 +38,10 @@ def test_a_hundred_schedules():
   check(range(100))
 
 
+def test_schedules_that_have_failed():
+  check([1619, 2371, 3937, 4249, 4293])
+
+
 def test_ten_thousand_schedules():
   check(range(100, 10_100))
 

@@ -116,7 +116,9 @@ class Job:
   def __init__(self, resumes):
     self.resumes = resumes
     self.process = secrets.randbits(62) + 1
-    self._number = self._next = 0
+    # That of the center that this worker holds, and that of the servers' center
+    # if this worker joins its job by taking it, or by giving a later one.
+    self._number = self._coming = self._next = 0
     self._lead_holds = False
 
   def leave(self):
@@ -127,7 +129,26 @@ class Job:
   @property
   def number(self):
     """That of a center to restore."""
-    return self._number or self._next
+    return self._coming or self._number or self._next
+
+  def take(self):
+    """The worker has taken the center of the servers."""
+    self._number, self._coming = self._coming or self._number, 0
+
+  def replace(self, is_older, is_saved):
+    """The center of this worker is about to replace that of the servers.
+
+    Args:
+      is_older: Whether it is of an earlier round. Then it keeps its own number:
+        the other one may be of another job, which this worker has not joined.
+      is_saved: Whether it is that of a checkpoint. Then it gets an older number
+        than that of the servers: a worker that holds theirs takes it; and who
+        goes on from theirs nevertheless is of another job.
+    """
+    if is_older and self._number:
+      self._coming = 0
+    elif is_saved and self._coming < 0:
+      self._coming += 1
 
   def look(self, leads, holds, rounds, number, has_taken):
     """Looks at what all servers tell, the lead first.
@@ -149,19 +170,21 @@ class Job:
       self._next = -time.time_ns() if self.resumes else rounds
       if not has_taken:
         self._number = 0
-      if holds and (not self._number or self._number < 0 and (
-          number > 0 or number > self._number)):
-        self._number = number
+      joins = holds and (not self._number or self._number < 0 and (
+          number > 0 or number > self._number))
+      self._coming = number if joins else 0
     is_other = holds and number > 0 and number != self.number
     if holds and not leads and not self._lead_holds:
       self._next = number  # The lead was restarted, and the job goes on.
     return (is_other,
-            holds and number < 0 and self._number not in (0, number))
+            holds and number < 0 and
+            (self._coming or self._number) not in (0, number))
 
   def check(self, address, state):
     """Raises an error if another job has the servers."""
     # A lead without a center was restarted: workers then restore it.
-    if self._lead_holds and self._number > 0 and state.of_other_job:
+    if (self._lead_holds and (self._coming or self._number) > 0 and
+        state.of_other_job):
       raise tf.errors.InvalidArgumentError(None, None, (
           f"server {address} must hold a center of this worker's job, got "
           f"round {state.place[0]} of another job of the same name: all "
@@ -431,6 +454,14 @@ class Server:
     place = self._run(self._step, known=known.texts,
                       learning_rate=learning_rate, momentum=momentum)
     return tuple(map(int, place))
+
+  def take(self):
+    """The worker has taken the center of all servers."""
+    self._job.take()
+
+  def replace(self, is_older, is_saved):
+    """As `Job.replace`."""
+    self._job.replace(is_older, is_saved)
 
   def restore(self, from_generation, place):
     return self._run(self._restore, place=place, job=self._job.number,
