@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import h5py
 import ml_dtypes
 import numpy as np
 import pytest
@@ -110,11 +111,12 @@ def test_rounding_is_that_of_one_step():
           _merge._rounded(near, np.dtype(dtype)).astype(np.float64), expected)
 
 
-def test_what_is_copied(tmp_path):
+def test_what_is_copied(tmp_path, monkeypatch):
   """Integers, bools, and dtypes that NumPy lacks, from the last input."""
+  monkeypatch.setattr(_safetensors, "_CHUNK", 2)
   for i in range(2):
     write(tmp_path / f"{i}.safetensors", {
-        "bn.num_batches_tracked": np.int64(i + 5), "mask": np.array([i == 1]),
+        "mask": np.array([i == 1]), "bn.num_batches_tracked": np.int64(i + 5),
         "bn.running_mean": np.float32([i, 1]),
         "z": np.complex64([1j * i]), "odd": np.uint8([i, 7, 9])},
           {"format": "pt", "made by": str(i)}, {"odd": "F8_E8M0"})
@@ -125,6 +127,9 @@ def test_what_is_copied(tmp_path):
   size = int.from_bytes(raw[:8], "little")
   header = json.loads(raw[8:8 + size])
   assert size % 8 == 0 and header["odd"]["dtype"] == "F8_E8M0"
+  for name, x in header.items():  # Numbers are aligned.
+    if x.get("dtype") in KINDS:
+      assert x["data_offsets"][0] % KINDS[x["dtype"]].itemsize == 0, name
   begin, end = header["odd"]["data_offsets"]
   assert raw[8 + size:][begin:end] == bytes([1, 7, 9])
   assert header["__metadata__"]["format"] == "pt"
@@ -197,6 +202,24 @@ def test_shards_in_one_file_and_back(run):
       None, None)
   assert index is None  # Its name is that of the input.
   assert len([*(run / "new").glob("one-*-of-00003.safetensors")]) == 3
+
+
+def test_other_files_in_a_folder(run):
+  """A model's folder may hold an adapter, which is no checkpoint of it."""
+  write(run / "checkpoint-1000" / "adapter_model.safetensors",
+        {"other": np.float32([1])})
+  checkpoints.merge([run / "checkpoint-900", run / "checkpoint-1000"],
+                    run / "merged")
+  assert read_all(run / "merged")[1].keys() == means(run).keys() - {"other"}
+
+
+def test_other_formats_tell_how_they_were_made(tmp_path):
+  for i in range(2):
+    with h5py.File(tmp_path / f"{i}.h5", "w") as file:
+      file["w"] = np.float32([i])
+  checkpoints.merge(tmp_path, tmp_path / "out.h5")
+  with h5py.File(tmp_path / "out.h5") as file:
+    assert json.loads(file.attrs["wrapopt"])["weights"] == [.5, .5]
 
 
 def test_decay_and_order_of_folders(run):
