@@ -176,7 +176,7 @@ def _skipped_step_moves_averages(monkeypatch):
     apply(self, grads, trainable_variables)
     if int(self.iterations) == before:
       for opt in self, *_steps.within(self):
-        for row in opt._rows if isinstance(opt, wk.MovingAverage) else ():
+        for row in opt._store.rows if isinstance(opt, wk.MovingAverage) else ():
           for s in row.values():
             s.assign(s.value * 0.5)
 

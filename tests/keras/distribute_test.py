@@ -676,7 +676,7 @@ def test_averages_of_all_replicas_begin_at_the_same_value(wrapper, function):
     opt.build([v])
   step = lambda: strategy.run(lambda: opt.apply([tf.constant([0.5])], [v]))
   (tf.function(step) if function else step)()
-  average = opt._rows[0] if wrapper == "MovingAverage" else opt._slow
+  average = opt._store.rows[0]
   # The gradients of the two replicas sum up to 1.
   value = 8.0 / 2 - 0.25
   want = (8.0 + value) / 2 if wrapper == "MovingAverage" else 8.0

@@ -528,7 +528,7 @@ def test_a_session(name, kind, dtype, gated, tmp_path):
       state = [v for v in state if dtype == tf.float32 or
                not v.name.startswith("stale")]
       before = session.run([*state, averaging.average(w)])
-      for decay in averaging._decays:
+      for decay in averaging._averages.decays:
         with averaging.averaged_weights(session, decay):
           in_place = session.run(w)
           with pytest.raises(tf.errors.FailedPreconditionError):

@@ -159,8 +159,7 @@ def keras_gated_step():
 
 
 # The hooks of a Keras wrapper, which Keras's own step lies around.
-FOLLOWER = {"_averages_of", "_note_update", "_prepare_averages",
-            "inner_optimizer"}
+FOLLOWER = {"_averages_of", "_note_update", "_take", "inner_optimizer"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
@@ -183,8 +182,8 @@ def test_a_climb_is_found():
   opt = wk.MovingAverage(keras.optimizers.SGD(0.1), 0.9)
   opt.build([w])
   # The state calls the wrapper that it was made with.
-  _, climbs = followed(lambda: opt._state.save_own_variables({}))
-  assert ("keras/_state.py", "keras/_wrapper.py", "_seed_unbegun") in climbs
+  _, climbs = followed(lambda: opt._store.state.save_own_variables({}))
+  assert ("keras/_state.py", "keras/_wrapper.py", "_settle") in climbs
 
 
 def test_an_eager_step_finds_its_update(monkeypatch):

@@ -62,7 +62,7 @@ class Stay:
       if self._right.get(model) == now:
         return
     averaged = [v for v in optimizer._trainable_variables
-                if optimizer._var_key(v) in optimizer._rows[0]]
+                if optimizer._var_key(v) in optimizer._store.rows[0]]
     left = [(v, layer) for v in averaged
             if (layer := layer_of(v)) is not None]
     if model is not None:
