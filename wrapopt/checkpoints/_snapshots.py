@@ -266,7 +266,8 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         _add(averages, variable, value)
       self._snapshots.write(
           _tensorflow.TensorFlowSink, int(values["step"]), decay,
-          _steps_of(values.get("steps"), self._opt._averages.update_every), averages)
+          _steps_of(values.get("steps"), self._opt._averages.update_every),
+          averages)
 
   def end(self, session):
     del session
