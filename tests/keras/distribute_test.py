@@ -154,7 +154,8 @@ def state_of(opt):
   """{name of an average: its `keras.Variable`}, of all wrappers."""
   return {f"{variable.path}/{name}": average
           for state in opt.averages_of_wrappers
-          for name, row in state._rows.items() for average, variable in row}
+          for name, row in state.rows.items()
+          for average, variable in row.values()}
 
 
 def taking(opt, variables):

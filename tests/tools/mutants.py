@@ -125,7 +125,8 @@ def _mutants():
           "//tests/keras:gate_test")
   yield m("restore: after a read, a step does not know of it",
           "wrapopt/keras/_state.py", "_latest.restored(self) != self._noticed",
-          "_latest.restored(self) != self._completed", "//tests/keras:saving_test")
+          "_latest.restored(self) != self._completed",
+          "//tests/keras:saving_test")
   yield m("compensation: the weights of now are those of the gradient",
           "wrapopt/_gates/_origins.py",
           "origins[id(v)] = _rows(values[0].outputs[0], g, v)",
@@ -430,8 +431,8 @@ def _mutants():
           "wrapopt/ops/_apply.py", "          if group.follows else",
           "          if False else", "//tests/v1:some_variables_test")
   yield m("some variables: an average is that of another variable",
-          "wrapopt/keras/_state.py", "    self._indices[name].append(i)",
-          "    self._indices[name].append(len(self._rows[name]) - 1)",
+          "wrapopt/keras/_state.py", "    self.rows[name][i] =",
+          "    self.rows[name][len(self.rows[name])] =",
           "//tests/keras:some_variables_test")
   yield m("every n-th step: one step late", "wrapopt/_averages/_decays.py",
           "tf.equal((steps + 1) % every, 0)", "tf.equal(steps % every, 0)",

@@ -126,7 +126,7 @@ class Latest:
       return
     self._check_owners()
     for name, loaded in unsure.items():
-      pairs = self._state.by_index_of(name)
+      pairs = self._state.rows[name]
       found = {i: j for i, j in loaded.found.items()
                if i in loaded.sure or all(self._fits.values())}
       self.begin_anew([pairs[i] for i in loaded.found if i not in found])
@@ -138,7 +138,7 @@ class Latest:
     unsure, self._unsure = self._unsure, {}
     known = {}
     for name, loaded in unsure.items():
-      pairs = self._state.by_index_of(name)
+      pairs = self._state.rows[name]
 
       def is_known(i):
         # A checkpoint sets a variable of Keras, or its tf.Variable.

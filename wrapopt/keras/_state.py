@@ -62,6 +62,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   Attributes:
     name: The name in checkpoints.
+    rows: {name: {index: (average, its variable)}}, see `add`.
     waiting: The `_waiting.Waiting` of its averages.
     block: The `_block.Block` in which averages are in place.
   """
@@ -94,8 +95,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
     self._noticed = self._completed = -1
-    self._rows = collections.defaultdict(list)  # (average, variable) by name.
-    self._indices = collections.defaultdict(list)  # Their places, by name.
+    self.rows = collections.defaultdict(dict)
     self._in_files = {}  # Names in files, by name, where they differ.
     # Values from a file for averages that are made later: all of them before
     # the build, then those of batch normalizations. And the checkpoint that was
@@ -123,8 +123,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       variable: Its variable.
       i: The index of the variable among those that may have such an average.
     """
-    self._rows[name].append((average, variable))
-    self._indices[name].append(i)
+    self.rows[name][i] = average, variable
     self._keep(average)
 
   def _keep(self, x):
@@ -140,15 +139,15 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       # First: it tells that the checkpoint knows whose the averages are.
       children[_OWNERS] = self._marker
     children.update(super()._trackable_children(save_type, **kwargs))
-    for name, row in self._rows.items():
+    for name, row in self.rows.items():
       in_files = self.in_files_of(name)
       # Checkpoints of earlier versions have none that are what they start at.
       if save_type == "checkpoint" and all(
           getattr(average, "starts_at", None) is not None and
-          average.numpy() == average.starts_at for average, _ in row):
+          average.numpy() == average.starts_at for average, _ in row.values()):
         continue
-      children.update({f"{in_files}.{i}": value_of(average) for i, (average, _)
-                       in zip(self._indices[name], row)})
+      children.update({f"{in_files}.{i}": value_of(average)
+                       for i, (average, _) in row.items()})
     if save_type == "checkpoint" and not self._is_made:
       children.update({key: value for key, value in self._late.items()
                        if not key.endswith(f".{_OWNERS}")})
@@ -168,17 +167,18 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if not self._is_made:
       return None  # A checkpoint waits for the averages.
     kind, _, i = name.rpartition(".")
-    for row in self._rows:
-      if kind == self.in_files_of(row) and i.isdigit():
+    for row_name, row in self.rows.items():
+      if kind == self.in_files_of(row_name) and i.isdigit():
         # They wait until their owners are restored.
-        return None if self._awaits else self._of_index(row, int(i))
+        return (value_of(row[int(i)][0])
+                if int(i) in row and not self._awaits else None)
     return super()._lookup_dependency(name, *args, **kwargs)
 
   def _serialize_to_tensors(self):
     if not tf.executing_eagerly():
       return {}  # A SavedModel's averages stay where they are.
     owners, known = {}, {}
-    for name in self._rows:
+    for name in self.rows:
       owners[self.in_files_of(name)] = self.owners_of(name, known)
     for key, value in self._late.items():
       if key.endswith(f".{_OWNERS}"):
@@ -197,7 +197,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._number_of_checkpoint = _latest.restored(self)
     if self._is_made:
       with tf.init_scope():
-        for name in self._rows:
+        for name in self.rows:
           self._take_deferred(name)
 
   def _read_owners(self):
@@ -215,11 +215,6 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def _copy_trackable_to_cpu(self, object_map):
     object_map[self] = _Copy(self._serialize_to_tensors())
-
-  def _of_index(self, name, i):
-    """The value of the average of a name and an index, or None."""
-    return next((value_of(average) for j, (average, _) in zip(
-        self._indices[name], self._rows[name]) if i == j), None)
 
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
@@ -254,7 +249,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Takes what was loaded before the optimizer was built, after the build."""
     self._is_made = True
     late, self._late = self._late, {}
-    for name in self._rows:
+    for name in self.rows:
       self._take_deferred(name)
     # A checkpoint that was restored after that has given its values already.
     if (self._before_late is not None and
@@ -267,13 +262,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     Args:
       suffix: The end of their names.
     """
-    for name in [name for name in self._rows if name.endswith(suffix)]:
+    for name in [name for name in self.rows if name.endswith(suffix)]:
       self._take_deferred(name)
       if any(key.rpartition(".")[0] == self.in_files_of(name)
              for key in self._late):
         self._give(name, self._late, {})
       if self._is_assigned and not any(
-          self.was_set(average) for average, _ in self._rows[name]):
+          self.was_set(average) for average, _ in self.rows[name].values()):
         warnings.warn(
             "Averages were assigned, as by a state tree or a folder of "
             f"OrbaxCheckpoint, before those named '{self.in_files_of(name)}'"
@@ -291,7 +286,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
                 f"{in_files}.{j}", ())[-1:])}
     if saved:
       self._take_owned(name, saved)
-    for i, (average, _) in zip(self._indices[name], self._rows[name]):
+    for i, (average, _) in self.rows[name].items():
       self._handle_deferred_dependencies(f"{in_files}.{i}", value_of(average))
 
   def has_late(self):
@@ -300,7 +295,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def pairs(self):
     """All (average, variable) pairs."""
-    return [pair for row in self._rows.values() for pair in row]
+    return [pair for row in self.rows.values() for pair in row.values()]
 
   def seed(self):
     """Sets all averages to the values of their variables."""
@@ -361,10 +356,6 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       value = position.value_tensors()[trackable.VARIABLE_VALUE_KEY]
       _assign.assign(variable, count.in_files.from_file(value.numpy()))
 
-  def by_index_of(self, name):
-    """{index: (average, variable)} of a name."""
-    return dict(zip(self._indices[name], self._rows[name]))
-
   def owners_of(self, name, known, source="checkpoint"):
     """{index: `_owners.Owner`} of the averages of a name.
 
@@ -375,7 +366,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       source: "checkpoint", or "file", which has no variables that Keras merges.
     """
     found = {}
-    for i, (_, variable) in self.by_index_of(name).items():
+    for i, (_, variable) in self.rows[name].items():
       if source == "checkpoint" or not _latest.is_merged(variable):
         if id(variable) not in known:
           known[id(variable)] = _latest.owner_of(variable)
@@ -390,7 +381,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       saved: {index: `_owners.Owner`} in the checkpoint.
     """
     in_files, deferred = self.in_files_of(name), self._deferred_dependencies
-    ours, pairs = self.owners_of(name, {}), self.by_index_of(name)
+    ours, pairs = self.owners_of(name, {}), self.rows[name]
     found = _owners.match(ours, saved, lambda i: False)
     # The last one is of the latest checkpoint.
     self._latest.note(name, ours, found, _latest.Loaded(
@@ -429,8 +420,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "is loaded. A tf.train.Checkpoint has them. To save a model with "
           "averages as weights, save it in averaged_weights().")
     average_in_file, known = self.block.averages_in_file(), {}
-    for name in self._rows:
-      in_files, pairs = self.in_files_of(name), self.by_index_of(name)
+    for name in self.rows:
+      in_files, pairs = self.in_files_of(name), self.rows[name]
       owners = self.owners_of(name, known, "file")
       store[f"{in_files}.{_OWNERS}"] = _owners.to_array({in_files: owners})
       for i in owners:
@@ -453,15 +444,15 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._latest.forget()
     names = {key.rpartition(".")[0] for key in store.keys()}
     # A gate has counts alone.
-    has_averages = not self._rows and any(
+    has_averages = not self.rows and any(
         name in store.keys() for name in self._counts)
     known = {}
-    for name in self._rows:
+    for name in self.rows:
       has_averages |= self._give(name, store, known)
     for name, (variable, count) in self._counts.items():
       _assign.assign(variable, _of_file(name, variable, count, store)
              if has_averages else count.value)
-    unread = names - set(map(self.in_files_of, self._rows))
+    unread = names - set(map(self.in_files_of, self.rows))
     self._late = _copies(store, [
         key for key in store.keys()
         if (name := key.rpartition(".")[0]) in unread
@@ -491,7 +482,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       else:
         found = self._by_index(name, in_files, store)
     anew = []
-    for i, pair in self.by_index_of(name).items():
+    for i, pair in self.rows[name].items():
       if i in found and not _latest.is_merged(pair[1]):
         _assign.load(*pair, get(found[i]))
         self.set_averages.add(id(pair[0]))
@@ -502,13 +493,12 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def _by_index(self, name, in_files, store):
     """As `_owners.match`, for a file of earlier versions."""
-    row = self._rows[name]
+    row = self.rows[name]
     found = [key for key in store.keys() if key.rpartition(".")[0] == in_files]
     fits = len(found) == len(row) and all(
-        f"{in_files}.{i}" in store.keys() for i in self._indices[name])
+        f"{in_files}.{i}" in store.keys() for i in row)
     shapes = [(tuple(average.shape), tuple(store[f"{in_files}.{i}"].shape))
-              for i, (average, _) in zip(self._indices[name], row)
-              if fits]
+              for i, (average, _) in row.items() if fits]
     if not fits or any(a != b for a, b in shapes):
       got = (f"shapes {[b for _, b in shapes]}" if fits else f"{len(found)}" + (
           " of other variables" if len(found) == len(row) else ""))
@@ -516,7 +506,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           f"The file must have {len(row)} averages named '{in_files}' like the "
           f"optimizer, got {got}. They start at the values of their variables.")
       return {}
-    return {i: i for i in self._indices[name]}
+    return {i: i for i in row}
 
   def note_weights(self, steps, variables):
     """Notes the values of variables, after a number of steps."""

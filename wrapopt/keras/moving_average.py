@@ -377,14 +377,10 @@ class MovingAverage(_wrapper.WrapperOptimizer):
     due = _decays.is_due(steps, every)
     if due is False and (not self._start_step or since >= 0):
       return _decays.unmoved(moving)
-    counts = []
+    counts = [since] if self._dynamic_decay else []
     if n is not None:
-      counts.append(_decays.periods(
-          n if every == 1 else tf.convert_to_tensor(n), every))
-    if self._dynamic_decay:
-      counts.append(_decays.periods(since, every))
-    decays = _decays.where_due(due, _decays.of_step(
-        moving, lambda: _decays.periods(steps, every) + 1, counts, every))
+      counts.append(n if every == 1 else tf.convert_to_tensor(n))
+    decays = _decays.of_step(moving, steps, due, counts, every)
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
