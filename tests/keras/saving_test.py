@@ -591,7 +591,7 @@ def test_a_checkpoint_of_an_earlier_version_after_another(built, tmp_path,
   first = tf.train.Checkpoint(opt=fitted(
       stack(layers(), frozen=[0])).optimizer).write(str(tmp_path / "1"))
   model = fitted(stack(layers()))
-  state = model.optimizer._state
+  state = model.optimizer._store.state
   monkeypatch.setattr(
       state, "_trackable_children", lambda *args, **kwargs: {
           name: x for name, x in type(state)._trackable_children(
@@ -933,7 +933,7 @@ def test_factors_that_keras_merges(quantized, layer, way, kind, tmp_path):
     else:
       with pytest.MonkeyPatch.context() as patch:
         if way == "earlier":  # Which saved them.
-          patch.setattr(wrapopt.keras._state, "_MERGED", ())
+          patch.setattr(wrapopt.keras._latest, "_MERGED", ())
         of.save_weights(path)
       if way == "earlier":
         without_owners(path)
