@@ -200,16 +200,6 @@ class Points(_averaging.Averages):
 # Methods of these optimizers
 
 
-@property
-def fused(self) -> bool:
-  """Whether one native op takes the step: a bool.
-
-  Even if True, the inner optimizer takes the step in a CentralStorageStrategy
-  or a TPUStrategy.
-  """
-  return all(map(_rules.may_be_interpolated, _steps.innermost(self)))
-
-
 def average(self, variable: keras.Variable) -> tf.Tensor:
   """The averaged weights x of a variable, now: a tensor.
 

@@ -233,7 +233,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     Even if True, the inner optimizer takes the step in a CentralStorageStrategy
     and in a TPUStrategy.
     """
-    return all(map(_rules.has_rule, map(type, _steps.innermost(self))))
+    return all(map(self._has_op, _steps.innermost(self)))
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
@@ -289,6 +289,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
 
   # What a wrapper defines: what it keeps, and what it does before and after a
   # step. See _inner.py, which calls it.
+
+  @staticmethod
+  def _has_op(opt):
+    """Whether a native op takes the step of an optimizer inside."""
+    return _rules.has_rule(type(opt))
 
   def _check_variables(self, variables):
     """Raises an error for variables for which `_make_state` would fail."""

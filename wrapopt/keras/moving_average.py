@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
+import functools
 import numbers
 from typing import Any, Optional, Union
 
@@ -211,8 +212,8 @@ class MovingAverage(_wrapper.WrapperOptimizer):
         update_every=update_every, steps_now=self._first.steps_now)
     if average_batch_norm:
       self._store.statistics = _statistics.Statistics(
-          self, average_batch_norm,
-          lambda variables: self._make_rows(variables, _latest.OF_BATCH_NORM))
+          self, average_batch_norm, functools.partial(
+              self._make_rows, suffix=_latest.OF_BATCH_NORM))
 
   def _check_variables(self, variables):
     for v in self._averages.candidates(variables).values():

@@ -7,6 +7,7 @@ import keras
 from wrapopt._averages import _interpolated as _schedules
 from wrapopt.keras import _averaging
 from wrapopt.keras import _interpolated
+from wrapopt.keras import _rules
 from wrapopt.keras import _wrapper
 
 # Attributes of Keras's optimizers that give them a momentum.
@@ -130,13 +131,14 @@ class ScheduleFree(_wrapper.WrapperOptimizer):
 
   average = _interpolated.average
   z = _interpolated.z
-  fused = _interpolated.fused
   seed_averages = _averaging.seed_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
   averages_by_decay = _averaging.averages_by_decay
   decays = _averaging.decays
   set_model = _averaging.set_model
+
+  _has_op = staticmethod(_rules.may_be_interpolated)
 
   def _building(self):
     return self._averages.building()
