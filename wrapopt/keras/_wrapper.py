@@ -178,7 +178,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   def finalize_variable_values(self, var_list: Any) -> None:
     """Sets variables to their averages, as Keras does at the end of `fit`.
 
-    With `keep_raw_weights`, they keep their values.
+    With `keep_raw_weights`, and if no average replaces weights, they keep their
+    values.
 
     Args:
       var_list: Variables that the optimizer was built with.
