@@ -1034,7 +1034,7 @@ def test_an_exception_of_a_callback_after_it_leaves_raw_weights():
   with pytest.raises(Stop):
     fit(model, Raw(), found, Fails("on_epoch_end"))
   assert_same(values(model.weights), raw)
-  assert not model.optimizer._store.state.is_swapped_in()
+  assert not model.optimizer._store.state.block.is_entered()
   given = callbacks.CallbackList([found, AtEpochEnd()], model=model)
   given.set_model(model)  # Once more.
   model.fit(*data(), verbose=0, callbacks=given)

@@ -52,7 +52,7 @@ class Stay:
     """Raises an error if a variable that has an average has left its layer.
 
     Args:
-      optimizer: The AveragingOptimizer.
+      optimizer: A wrapper with averages.
       model: A model that must have had the variable, or None.
       before: A sentence of the error.
     """
@@ -79,7 +79,7 @@ class Stay:
     """Those variables of layers in whose place a model has others: a list.
 
     Args:
-      optimizer: The AveragingOptimizer.
+      optimizer: A wrapper with averages.
       model: A model, which may be a part of what the optimizer trains.
       averaged: All variables that have an average.
     """
@@ -107,7 +107,7 @@ def _check_successors(optimizer, model, averaged):
   variable of the same name, such as a larger table.
 
   Args:
-    optimizer: The AveragingOptimizer.
+    optimizer: A wrapper with averages.
     model: A model.
     averaged: All variables that have an average.
   """
