@@ -19,9 +19,6 @@ from wrapopt import ops
 
 tf1 = tf.compat.v1
 ROOT = os.path.dirname(wrapopt.__file__)
-# A method of a mixin is one of the class: a call of it is a call of that file.
-MIXINS = {f"keras/{mixin}.py": "keras/_wrapper.py"
-          for mixin in ("_beginning", "_of_inner")}
 
 
 @functools.cache
@@ -56,8 +53,7 @@ def file_of_code(code):
   path, root = code.co_filename, ROOT + os.sep
   if not path.startswith(root):
     return None
-  file = path.removeprefix(root)
-  return MIXINS.get(file, file)
+  return path.removeprefix(root)
 
 
 def file_of(frame):

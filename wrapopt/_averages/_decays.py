@@ -4,16 +4,14 @@ import collections.abc
 import math
 import numbers
 import typing
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
-from wrapopt._types import Float, Integer
 
 
 class _Given(_decay.Shape):

@@ -113,8 +113,8 @@ class Inner:
           self.opt._overwrite_variable_with_gradient, trained)):
         raise NotImplementedError(
             f"{self.cls.__qualname__} inside of "
-            f"{type(self.outermost or self.opt).__name__} must update variables "
-            "by `_backend_update_step`, got another method. Call "
+            f"{type(self.outermost or self.opt).__name__} must update "
+            "variables by `_backend_update_step`, got another method. Call "
             "`_backend_update_step` in it, as in Keras.")
     finally:
       if number is not None:

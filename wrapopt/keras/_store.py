@@ -8,7 +8,7 @@ calls `seed_unbegun`.
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _checks
+from wrapopt import _types
 from wrapopt._averages import _replicas
 from wrapopt.keras import _average
 from wrapopt.keras import _state
@@ -228,4 +228,4 @@ def steps_of(opt):
 def float32_for_half(variable):
   """The dtype of averages: float32 for float16 and bfloat16, else its own."""
   dtype = tf.as_dtype(variable.dtype)
-  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
+  return tf.float32 if dtype in _types.LOW_PRECISION else dtype

@@ -13,7 +13,6 @@ from tensorflow.python.distribute import sharded_variable
 
 from wrapopt import _checks
 from wrapopt import _composition
-from wrapopt import _types
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
