@@ -752,7 +752,7 @@ def test_threads_that_compensate(mode):
   assert admitted == 48
   assert 1 - w.numpy()[0] == 2 - 2.0 ** (1 - admitted)
   # Each has moved the mean of the gradients' squares.
-  [mean_square] = opt._memory["mean_square"].values()
+  [mean_square] = opt._untracked.memory["mean_square"].values()
   np.testing.assert_array_equal(mean_square, [1 - 0.5**admitted] * 2)
 
 
