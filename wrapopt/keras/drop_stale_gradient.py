@@ -170,9 +170,6 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
             if not self._overwrite_variable_with_gradient(v)}
         for name in (self._policy._states if self._compensates() else ())}
 
-  def _follow(self, step):
-    del step
-
   def _settle(self):
     super()._settle()
     self._take_aborted_back()

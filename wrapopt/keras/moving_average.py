@@ -312,6 +312,12 @@ class MovingAverage(_wrapper.WrapperOptimizer):
     return list(self._averages.public)
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
+    """The averages of a model's variables, for snapshots.
+
+    Returns:
+      A list of (decay, number of steps of the averages or None, function). The
+      function maps a variable to its average or None.
+    """
     steps = self.average_steps() if self.built else None
     if steps is not None:  # Until the averages moved last.
       steps -= steps % self._update_every
