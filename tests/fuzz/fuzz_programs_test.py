@@ -18,6 +18,7 @@ from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _swap
 from wrapopt._v1 import _swapping_saver
+from wrapopt.keras import _assign
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
@@ -190,7 +191,7 @@ def _averages_are_not_restored(monkeypatch):
 
 def _averages_are_not_loaded(monkeypatch):
   monkeypatch.setattr(_state, "_load", lambda average, variable, value:
-                      _state.seed(average, variable))
+                      _assign.seed(average, variable))
 
 
 def _seeding_does_nothing(monkeypatch):
