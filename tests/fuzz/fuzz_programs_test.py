@@ -190,7 +190,7 @@ def _averages_are_not_restored(monkeypatch):
 
 
 def _averages_are_not_loaded(monkeypatch):
-  monkeypatch.setattr(_state, "_load", lambda average, variable, value:
+  monkeypatch.setattr(_assign, "load", lambda average, variable, value:
                       _assign.seed(average, variable))
 
 
