@@ -16,13 +16,13 @@ from wrapopt._averages import _plan
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._v1 import _averaging
-from wrapopt._v1 import _bias_corrected
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 from wrapopt._v1._swapping_saver import SwappingSaver
+from wrapopt._v1._wrapper import WrapperOptimizer
 
 
-class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
+class MovingAverageOptimizer(WrapperOptimizer):
   """Keeps exponential moving averages of the variables that it trains.
 
   After each step of the inner optimizer, every variable `v` that had a gradient
@@ -173,9 +173,12 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
-    super().__init__(
-        opt, name, decays, None if shadow_dtype is None else tf.float32,
-        _may_be_lazy.checked_argument(lazy), variables, update_every)
+    super().__init__(opt, name)
+    self._averages = _averaging.Averages(
+        self, decays=decays,
+        shadow_dtype=None if shadow_dtype is None else tf.float32,
+        lazy=_may_be_lazy.checked_argument(lazy), variables=variables,
+        update_every=update_every)
     self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
@@ -221,14 +224,14 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
-    variables = self._trained_variables(step, bool(self._sequential_update))
-    stored, shadows = self._shadows_by_decay(variables)
-    untrained = self._untrained_by_decay(variables)
+    kept = self._averages
+    variables = kept.trained(step, bool(self._sequential_update))
+    stored, shadows = kept.by_decay(variables)
+    untrained = kept.untrained_by_decay(variables)
     averages = _plan.Averages(
         variables, shadows, stored,
-        _decays.Schedule([self._decays[k] for k in self._moving],
-                         self._num_updates, self.average_steps(),
-                         self._update_every),
+        _decays.Schedule(kept.moving_of(kept.decays), self._num_updates,
+                         self.average_steps(), kept.update_every),
         self._sequential_update, untrained)
     if not (averages.has_trained or untrained[0]):
       averages = None
@@ -269,7 +272,7 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     Returns:
       A bool.
     """
-    return any(_lazy.is_lazy(s) for s in self._shadows(var))
+    return any(map(_lazy.is_lazy, self._averages.of_variable(var)))
 
   # The averages
 
@@ -292,15 +295,10 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     Raises:
       RuntimeError: In eager mode, if the average is in place of its variable.
     """
-    k = self._index_of(decay)
+    k = self._averages.index_of(decay)
     if not isinstance(var, tf.Variable):
       return [self.average(v, decay) for v in var]
-    [stored] = _averaging.readable([self._shadow(var, k)], "average")
-    if stored is None or not self._is_derived(var, k):
-      return stored
-    [(_, average)] = self._pairs_of([var], k)
-    return (average.read_value() if _slots.graph_of(var) is None else
-            average._as_graph_element())
+    return self._averages.average(var, k)
 
   @property
   def _ema(self):
@@ -322,7 +320,7 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
       there is no average yet, or if no decay is a `PowerDecay` or a `BEMA` and
       `update_every` is 1: then steps are not counted.
     """
-    return self._steps_of(_slots.graph_of_state())
+    return self._averages.steps_of(_slots.graph_of_state())
 
   def average_name(self, var: Variable,
                    decay: Optional[_decay.Decay] = None) -> str:
@@ -335,11 +333,11 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     Returns:
       A string, such as "w/ExponentialMovingAverage".
     """
-    k = self._index_of(decay)
-    average = self._shadow(var, k)
+    k = self._averages.index_of(decay)
+    average = self._averages.stored(var, k)
     if average is not None:
       return average.name.split(":")[0]
-    return var.name.split(":")[0] + "/" + self._name_of_decay[k]
+    return var.name.split(":")[0] + "/" + self._averages.names[k]
 
   def seed_averages(self, session: Optional[Session] = None) -> None:
     """Sets every average, of every decay, to its variable's current value.
@@ -362,7 +360,7 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    self._seed(session, 0)
+    self._averages.seed(session, 0)
 
   def averages(self) -> list[Any]:
     """All averages in this graph: a list of what `average` returns.
@@ -374,7 +372,7 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     Raises:
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
-    return _averaging.readable(self._averages(_slots.graph_of_state()),
+    return _averaging.readable(self._averages.all(_slots.graph_of_state()),
                                "averages")
 
   def averages_by_decay(self, graph: Any) -> list[Any]:
@@ -384,10 +382,7 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
       RuntimeError: If there is no average yet, or in eager mode, inside
         `averaged_weights`.
     """
-    self._require_averages(graph, "averages_by_decay")
-    _averaging.readable(self._averages(graph), "averages_by_decay")
-    return [(decay, self._pairs(graph, k))
-            for k, decay in enumerate(self._public_decays)]
+    return self._averages.readable_by_decay(graph)
 
   @contextlib.contextmanager
   def averaged_weights(self, session: Optional[Session] = None,
@@ -431,7 +426,7 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
         already. After the block, if an average was assigned or restored in it,
         or in eager mode a variable.
     """
-    with self._putting_in_place(session, self._index_of(decay)):
+    with self._averages.in_place(session, self._averages.index_of(decay)):
       yield
 
   # Checkpoints
@@ -474,8 +469,8 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
       ValueError: If a variable is to be saved without its average, or an
         average without its variable.
     """
-    return self._make_swapping_saver(
-        self._index_of(decay), var_list, name, kwargs)
+    return self._averages.swapping_saver(
+        self._averages.index_of(decay), var_list, name, kwargs)
 
 
 class _Ema:
@@ -488,7 +483,7 @@ class _Ema:
 
   def __init__(self, opt):
     self.average, self.average_name = opt.average, opt.average_name
-    self._decay = opt._decays[0]
+    self._decay = opt._averages.decays[0]
 
 
 def _is_float32(dtype):

@@ -190,7 +190,7 @@ def train(run, steps):
 def test_averages(way, case):
   case = CASES[case]
   with averages.running(way, START, case.settings) as run:
-    decays = run.averaging._decays
+    decays = run.averaging._averages.decays
     history = {name: [] for name in START}
     found = {}
     want = dict(START)
@@ -266,7 +266,8 @@ def test_rows_of_other_optimizers(way, inner):
       run.step({"table": grads["table"]})
       history.append(run.value("table"))
       if t % 4 == 3:
-        for decay, of in zip(run.averaging._decays, (number(0.75), power(2))):
+        for decay, of in zip(run.averaging._averages.decays,
+                             (number(0.75), power(2))):
           averages.assert_close(
               run.average("table", decay),
               averages.averages_of(start["table"], history, of, 3)[-1])
@@ -305,7 +306,7 @@ def test_in_place(way, case):
   case = CASES[case]
   with averages.running(way, START, case.settings) as run:
     train(run, range(4))
-    decays = run.averaging._decays
+    decays = run.averaging._averages.decays
     of = {(name, d): run.average(name, d) for name in START for d in decays}
     state = lambda: run.state() + run.counted()
     before = state()

@@ -12,6 +12,7 @@ import numerics
 import wrapopt
 from wrapopt import checkpoints
 from wrapopt._averages import _bias_corrected
+from wrapopt.keras import _first_step
 from wrapopt._averages import _decays
 import wrapopt.keras as wk
 
@@ -137,10 +138,11 @@ def test_a_function_that_was_traced_before(way):
   with running(way, [0.5, wrapopt.BEMA(**SIMPLE)]) as run:
     trained(run)
     opt, v = run.averaging, run.variables["v"]
-    read = tf.function(lambda: tf.identity(opt.average(v, opt._decays[1])))
-    want = run.average("v", opt._decays[1])
+    decays = opt._averages.decays
+    read = tf.function(lambda: tf.identity(opt.average(v, decays[1])))
+    want = run.average("v", decays[1])
     numerics.assert_same_bits(read().numpy(), want)
-    for decay in opt._decays[:2]:
+    for decay in opt._averages.decays[:2]:
       with run.in_place(decay=decay):
         with pytest.raises((tf.errors.InvalidArgumentError,
                             tf.errors.FailedPreconditionError)):
@@ -298,7 +300,7 @@ def test_a_step_does_not_touch_v_0():
   with running(way) as run:
     trained(run, 1)
     origin = run.opt.get_slot(run.variables["v"], (
-        f"ExponentialMovingAverage_{run.opt._decays[1]}"))
+        f"ExponentialMovingAverage_{run.opt._averages.decays[1]}"))
     numerics.assert_same_bits(origin.numpy(), START)
     graph = run._function.get_concrete_function(
         [tf.zeros(START.shape)]).graph
@@ -474,12 +476,13 @@ def test_mirrored():
 
 def test_swap_computes_all_averages_at_once(monkeypatch):
   computed, steps = [], []
-  of, steps_now = _bias_corrected.BiasCorrected._of, wk.MovingAverage._steps_now
+  of, steps_now = (_bias_corrected.BiasCorrected._of,
+                   _first_step.FirstStep.steps_now)
   monkeypatch.setattr(
       _bias_corrected.BiasCorrected, "_of",
       lambda self, *args: computed.append(1) or of(self, *args))
   monkeypatch.setattr(
-      wk.MovingAverage, "_steps_now",
+      _first_step.FirstStep, "steps_now",
       lambda self, *args: steps.append(1) or steps_now(self, *args))
   opt = wk.MovingAverage(K.SGD(.5), wrapopt.BEMA(**SIMPLE))
   variables = [keras.Variable(START) for _ in range(5)]

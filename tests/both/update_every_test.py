@@ -87,7 +87,7 @@ def test_a_step_between_changes_no_bit(way, dtype):
   for decays in 0.5, [0.5, wrapopt.PowerDecay(gamma=0)]:
     with averages.running(way, start, settings(decays, 3, **of_keras)) as run:
       read = lambda: [run.average(name, d).tobytes() for name in start
-                      for d in run.averaging._decays]
+                      for d in run.averaging._averages.decays]
       run.step(1)
       for t in range(2, 7):
         before = read()

@@ -18,6 +18,7 @@ from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _swap
 from wrapopt._v1 import _swapping_saver
+from wrapopt.keras import _assign
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
@@ -176,7 +177,7 @@ def _skipped_step_moves_averages(monkeypatch):
     apply(self, grads, trainable_variables)
     if int(self.iterations) == before:
       for opt in self, *_steps.within(self):
-        for row in opt._rows if isinstance(opt, wk.MovingAverage) else ():
+        for row in opt._store.rows if isinstance(opt, wk.MovingAverage) else ():
           for s in row.values():
             s.assign(s.value * 0.5)
 
@@ -189,8 +190,8 @@ def _averages_are_not_restored(monkeypatch):
 
 
 def _averages_are_not_loaded(monkeypatch):
-  monkeypatch.setattr(_state, "_load", lambda average, variable, value:
-                      _state.seed(average, variable))
+  monkeypatch.setattr(_assign, "load", lambda average, variable, value:
+                      _assign.seed(average, variable))
 
 
 def _seeding_does_nothing(monkeypatch):

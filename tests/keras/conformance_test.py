@@ -189,7 +189,7 @@ def numbers(variables):
 
 def averages_of(opt, variables):
   """Its rows of averages: lists of arrays."""
-  rows = opt._rows if hasattr(opt, "_rows") else [opt._slow]
+  rows = opt._store.rows
   return [numbers(row[opt._var_key(v)] for v in variables) for row in rows]
 
 
@@ -603,7 +603,7 @@ def mirrored(make, function, sync=None):
   rows = []
   if isinstance(opt, wk._wrapper.WrapperOptimizer):
     rows = [[row[opt._var_key(v)] for v in variables]
-            for row in getattr(opt, "_rows", None) or [opt._slow]]
+            for row in opt._store.rows]
 
   def record():
     for i, replica in enumerate(replicas):

@@ -154,7 +154,8 @@ def state_of(opt):
   """{name of an average: its `keras.Variable`}, of all wrappers."""
   return {f"{variable.path}/{name}": average
           for state in opt.averages_of_wrappers
-          for name, row in state._rows.items() for average, variable in row}
+          for name, row in state.rows.items()
+          for average, variable in row.values()}
 
 
 def taking(opt, variables):
@@ -676,7 +677,7 @@ def test_averages_of_all_replicas_begin_at_the_same_value(wrapper, function):
     opt.build([v])
   step = lambda: strategy.run(lambda: opt.apply([tf.constant([0.5])], [v]))
   (tf.function(step) if function else step)()
-  average = opt._rows[0] if wrapper == "MovingAverage" else opt._slow
+  average = opt._store.rows[0]
   # The gradients of the two replicas sum up to 1.
   value = 8.0 / 2 - 0.25
   want = (8.0 + value) / 2 if wrapper == "MovingAverage" else 8.0

@@ -231,7 +231,7 @@ def test_early_stopping_restores_the_best_averages(decays):
       model.evaluate(x, y, verbose=0,
                      callbacks=[wrapopt.keras.EvaluateWithAverages()]),
       min(losses), rtol=1e-5)
-  for decay in model.optimizer._decays:
+  for decay in model.optimizer._averages.decays:
     assert_same([model.optimizer.average(v, decay).numpy()
                  for v in model.trainable_variables], values(model.weights))
 
@@ -1036,7 +1036,7 @@ def test_an_exception_of_a_callback_after_it_leaves_raw_weights():
   with pytest.raises(Stop):
     fit(model, Raw(), found, Fails("on_epoch_end"))
   assert_same(values(model.weights), raw)
-  assert not model.optimizer._state.is_swapped_in()
+  assert not model.optimizer._store.state.block.is_entered()
   given = callbacks.CallbackList([found, AtEpochEnd()], model=model)
   given.set_model(model)  # Once more.
   model.fit(*data(), verbose=0, callbacks=given)

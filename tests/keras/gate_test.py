@@ -86,8 +86,8 @@ def state(opt, variables):
   for wrapper in opt._wrappers() if hasattr(opt, "_wrappers") else ():
     if not wrapper.is_gate:
       found += [tf.convert_to_tensor(s).numpy()
-                for s, _ in wrapper._state.pairs()]
-      found += [v.numpy() for v, _ in wrapper._state._counts.values()]
+                for s, _ in wrapper._store.state.pairs()]
+      found += [v.numpy() for v, _ in wrapper._store.state._counts.values()]
   return found
 
 
@@ -752,7 +752,7 @@ def test_threads_that_compensate(mode):
   assert admitted == 48
   assert 1 - w.numpy()[0] == 2 - 2.0 ** (1 - admitted)
   # Each has moved the mean of the gradients' squares.
-  [mean_square] = opt._memory["mean_square"].values()
+  [mean_square] = opt._untracked.memory["mean_square"].values()
   np.testing.assert_array_equal(mean_square, [1 - 0.5**admitted] * 2)
 
 
@@ -906,7 +906,7 @@ def test_a_step_that_has_failed_is_not_saved(around, mode, tmp_path):
             if "staleness_histogram/" in name]
   assert reader.get_tensor(name)[0].sum() == 1
   fail()
-  gate._state.save_own_variables(store := {})
+  gate._store.state.save_own_variables(store := {})
   assert store["staleness_histogram"][0].sum() == 1
 
 

@@ -280,7 +280,7 @@ def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
   with opt.averaged_weights():
     check_reads(average)
     for call in (lambda: opt.average(v), lambda: opt.seed_averages(),
-                 lambda: opt.assign_averages(model, None),
+                 lambda: opt._averages.assign(model, None),
                  lambda: opt.averages_by_decay(model),
                  lambda: opt.averaged_model(model),
                  lambda: opt.finalize_variable_values([v]),
@@ -528,7 +528,7 @@ def test_a_session(name, kind, dtype, gated, tmp_path):
       state = [v for v in state if dtype == tf.float32 or
                not v.name.startswith("stale")]
       before = session.run([*state, averaging.average(w)])
-      for decay in averaging._decays:
+      for decay in averaging._averages.decays:
         with averaging.averaged_weights(session, decay):
           in_place = session.run(w)
           with pytest.raises(tf.errors.FailedPreconditionError):

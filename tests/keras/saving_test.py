@@ -101,7 +101,7 @@ def everything(model):
   state = values(model.weights) + values(found[-2].variables)
   for opt in found[1:-1]:
     if hasattr(opt, "_state"):
-      state += values(s for s, _ in opt._state.pairs())
+      state += values(s for s, _ in opt._store.state.pairs())
   return state
 
 
@@ -521,8 +521,8 @@ def state(opt):
   """The averages and counts of all wrappers."""
   wrappers = [x for x in [opt, *_steps.within(opt)] if hasattr(x, "_state")]
   return [x for w in wrappers for x in [
-      *(average for average, _ in w._state.pairs()),
-      *(count for count, _ in w._state._counts.values())]]
+      *(average for average, _ in w._store.state.pairs()),
+      *(count for count, _ in w._store.state._counts.values())]]
 
 
 @pytest.mark.parametrize("kind", keras_versions.cases(UNBUILT))
@@ -555,11 +555,12 @@ def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
     with warnings.catch_warnings():
       warnings.filterwarnings("ignore", ".* are taken in their order")
       for opt in [m.optimizer, *_steps.within(m.optimizer)]:
-        getattr(opt, "_seed_unbegun", lambda: None)()
+        if hasattr(opt, "_store"):
+          opt._store.seed_unbegun()
     if kind == "counted":
       # Keras has lost the count of steps: the first step is that long ago.
       assert m.optimizer.average_steps() == model.optimizer.average_steps()
-      m.optimizer._first[next(iter(m.optimizer._first))].assign(0)
+      next(iter(m.optimizer._store.counts.values())).assign(0)
     assert_same(values(state(m.optimizer)), want)
 
 
@@ -590,7 +591,7 @@ def test_a_checkpoint_of_an_earlier_version_after_another(built, tmp_path,
   first = tf.train.Checkpoint(opt=fitted(
       stack(layers(), frozen=[0])).optimizer).write(str(tmp_path / "1"))
   model = fitted(stack(layers()))
-  state = model.optimizer._state
+  state = model.optimizer._store.state
   monkeypatch.setattr(
       state, "_trackable_children", lambda *args, **kwargs: {
           name: x for name, x in type(state)._trackable_children(
@@ -663,9 +664,9 @@ OWNERS = {
 def rows(model):
   """The averages of each trained variable: a list of lists of arrays."""
   opt = model.optimizer
-  opt._seed_unbegun()
+  opt._store.seed_unbegun()
   of = {id(v): [] for v in model.trainable_variables}
-  for s, v in opt._state.pairs():
+  for s, v in opt._store.state.pairs():
     if not hasattr(s, "starts_at"):  # No share, which is a number.
       of[id(v)].append(s.numpy())
   return [of[id(v)] for v in model.trainable_variables]
@@ -730,7 +731,7 @@ def moved(of, to, way, tmp_path):
           tf.train.Checkpoint(model=of).write(path))
       tf.train.Checkpoint(model=to).read(path)
     optimizer.build(to.trainable_variables)
-    optimizer._seed_unbegun()
+    optimizer._store.seed_unbegun()
   return [str(w.message) for w in found if w.category is UserWarning
           if "Skipping variable loading" not in str(w.message)]
 
@@ -932,7 +933,7 @@ def test_factors_that_keras_merges(quantized, layer, way, kind, tmp_path):
     else:
       with pytest.MonkeyPatch.context() as patch:
         if way == "earlier":  # Which saved them.
-          patch.setattr(wrapopt.keras._state, "_MERGED", ())
+          patch.setattr(wrapopt.keras._latest, "_MERGED", ())
         of.save_weights(path)
       if way == "earlier":
         without_owners(path)
@@ -1113,14 +1114,14 @@ def test_a_state_tree_of_a_block_is_what_a_file_has(kind, tmp_path):
 
 def test_a_later_object_of_the_id_of_an_average_is_none():
   opt = train(make(MovingAverage("sgd", 0.5))).optimizer
-  opt._state.has_new_values()
+  opt._store.state.has_new_values()
   other = wrapopt.keras._average.Kept.of(keras.Variable([1.0]))
-  wrapopt.keras._average.states[id(other)] = opt._state
+  wrapopt.keras._average.states[id(other)] = opt._store.state
   other.assign([2.0])
-  assert not opt._state.has_new_values()
-  average, _ = opt._state.pairs()[0]
+  assert not opt._store.state.has_new_values()
+  average, _ = opt._store.state.pairs()[0]
   average.assign(average + 1)
-  assert opt._state.has_new_values()
+  assert opt._store.state.has_new_values()
 
 
 def test_set_weights_takes_both_lengths():
@@ -1142,8 +1143,8 @@ def test_averages_that_began_later_than_the_count_of_steps():
   v = keras.Variable([0.0])
   opt = MovingAverage(optimizers.SGD(1.0), wrapopt.PowerDecay(gamma=1))
   opt.build([v])
-  opt._first[opt._var_key(v)].assign(5)
-  opt._begun.assign(1)
+  opt._store.counts[opt._var_key(v)].assign(5)
+  opt._store._begun.assign(1)
   for _ in range(3):
     opt.apply([tf.constant([-1.0])], [v])
   # Weights 1, 2 and 3 of the values 1, 2 and 3 would be 14 / 6.

@@ -59,7 +59,7 @@ def test_swa_of_some_variables():
                      " its argument `variables` exclu"):
     opt.average(variables["raw"])
   # Nothing but averages of this one.
-  assert len(opt._state.pairs()) == 1
+  assert len(opt._store.state.pairs()) == 1
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -74,7 +74,7 @@ def test_swa_of_some_variables():
 def test_ways_to_select(select, wrapper):
   opt, variables, _ = trained(lambda v: WRAPPERS[wrapper](
       K.SGD(0.5), variables=select([v["w"], v["table"]])))
-  assert [v.name for _, v in opt._state.pairs()] == ["w", "table"]
+  assert [v.name for _, v in opt._store.state.pairs()] == ["w", "table"]
   with opt.averaged_weights():
     # 4 and 5, less 0.5 (1 + 2 + 3 + 4).
     assert variables["raw"].numpy().tolist() == [-1, 0]
@@ -220,7 +220,7 @@ def test_models_are_saved_as_a_whole(wrapper, how, tmp_path):
   for v, u in zip(model.trainable_variables, other.trainable_variables):
     if of_kernels(v):
       np.testing.assert_array_equal(opt.average(v), other.optimizer.average(u))
-  assert len(other.optimizer._state.pairs()) == 2
+  assert len(other.optimizer._store.state.pairs()) == 2
 
 
 def test_a_path_is_of_one_variable():
@@ -264,7 +264,7 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
       (biases, "kernels", "no average named 'average_0.75' of '.*bias'")):
     with pytest.warns(UserWarning, match=text):
       model.load_weights(tmp_path / f"{file}.weights.h5")
-    for average, variable in model.optimizer._state.pairs():
+    for average, variable in model.optimizer._store.state.pairs():
       if not of_kernels(variable):
         np.testing.assert_array_equal(average, variable)
   with warnings.catch_warnings():
@@ -276,8 +276,8 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
     other.load_weights(tmp_path / "kernels.weights.h5")
   kernels = model_of()
   fit(kernels)
-  for (got, _), (want, _) in zip(other.optimizer._state.pairs(),
-                                 kernels.optimizer._state.pairs()):
+  for (got, _), (want, _) in zip(other.optimizer._store.state.pairs(),
+                                 kernels.optimizer._store.state.pairs()):
     np.testing.assert_array_equal(got, want)
 
 
@@ -299,14 +299,15 @@ def test_checkpoints(tmp_path):
       warnings.simplefilter("always")
       tf.train.Checkpoint(model=model, opt=model.optimizer).read(paths[of])
       opt, source = model.optimizer, models[of]
-      averages = [opt.average(v) if opt._var_key(v) in opt._rows[0] else None
+      row = opt._store.rows[0]
+      averages = [opt.average(v) if opt._var_key(v) in row else None
                   for v in model.trainable_variables]
     for v, u, average in zip(model.trainable_variables,
                              source.trainable_variables, averages):
       np.testing.assert_array_equal(v, u)
       if average is None:
         continue
-      has = source.optimizer._var_key(u) in source.optimizer._rows[0]
+      has = source.optimizer._var_key(u) in source.optimizer._store.rows[0]
       np.testing.assert_array_equal(
           average, source.optimizer.average(u) if has else u)
 
@@ -373,4 +374,4 @@ def test_copies():
   cloned = wk.MovingAverage.from_config(opt.get_config())
   for o in opt, copied, cloned:
     o.build([a, b])
-    assert [v for _, v in o._state.pairs()] == [a]
+    assert [v for _, v in o._store.state.pairs()] == [a]

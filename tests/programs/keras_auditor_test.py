@@ -525,7 +525,7 @@ def averages_have_another_decay(patch):
 def weights_stay_averages(patch):
   @contextlib.contextmanager
   def averaged_weights(self, model):
-    for v, s in self._averaged(model):
+    for v, s in self._averages.of_model(model):
       v.assign(s)
     yield
 

@@ -61,7 +61,8 @@ def program(kind):
 
 def know(model):
   """Tells an optimizer whose statistics it averages."""
-  if getattr(model.optimizer, "averages_batch_norm", False):
+  store = getattr(model.optimizer, "_store", None)
+  if store and store.statistics:
     model.optimizer.set_model(model)
 
 

@@ -69,16 +69,16 @@ def _mutants():
           "t * every if decay.counts_steps else t", "t",
           "//tests/both:bema_test")
   yield m("BEMA: after fit, it follows from the averaged weights",
-          "wrapopt/keras/_bias_corrected.py", "      part.hold(value)",
+          "wrapopt/keras/_averaging.py", "      part.hold(value)",
           "      pass", "//tests/both:bema_test")
   yield m("BEMA: a file in place has its own s",
-          "wrapopt/keras/_bias_corrected.py",
+          "wrapopt/keras/_averaging.py",
           "s.value_in_block(swapped_in), s.variable", "*s.saved",
           "//tests/both:bema_test")
   yield m("BEMA: it is read while another average is in place",
-          "wrapopt/keras/_bias_corrected.py",
-          "return self._all_derived(but=self._index_of(decay)), saved",
-          "return (), saved", "//tests/both:bema_test")
+          "wrapopt/keras/_averaging.py",
+          "self._all_corrected(but=self.index_of(decay)), saved",
+          "(), saved", "//tests/both:bema_test")
   yield m("files: an average goes to a variable of another value",
           "wrapopt/keras/_owners.py",
           "return a.dtype != b.dtype or not is_known(key)", "return True",
@@ -89,16 +89,16 @@ def _mutants():
           "//tests/keras:saving_test --test_filter=built_again")
   yield m("files: averages of LoRA's factors are loaded",
           "wrapopt/keras/_state.py",
-          "if i in found and not _is_merged(pair[1]):", "if i in found:",
+          "if i in found and not _latest.is_merged(pair[1]):", "if i in found:",
           "//tests/keras:saving_test --test_filter=factors")
   yield m("files: an eager step drops averages of statistics",
           "wrapopt/keras/_statistics.py",
-          "self._state.keep_statistics()", "pass",
+          "self._optimizer._store.state.keep_statistics()", "pass",
           "//tests/keras:batch_norm_test --test_filter=where_their")
   yield m("state trees: what they set is seeded again",
           "wrapopt/keras/_state.py",
           "self._is_loaded, self._noted = True, None\n"
-          "      self._set.add(id(variable))", "pass",
+          "      self.set_averages.add(id(variable))", "pass",
           "//tests/keras:saving_test --test_filter=tree")
   yield m("Schedule-Free: a variable that holds x stays there",
           "wrapopt/_averages/_interpolated.py",
@@ -124,8 +124,9 @@ def _mutants():
           "is_one_op and admitted.compensation is None", "is_one_op",
           "//tests/keras:gate_test")
   yield m("restore: after a read, a step does not know of it",
-          "wrapopt/keras/_state.py", "_restored(self) != self._noticed",
-          "_restored(self) != self._completed", "//tests/keras:saving_test")
+          "wrapopt/keras/_state.py", "_latest.restored(self) != self._noticed",
+          "_latest.restored(self) != self._completed",
+          "//tests/keras:saving_test")
   yield m("compensation: the weights of now are those of the gradient",
           "wrapopt/_gates/_origins.py",
           "origins[id(v)] = _rows(values[0].outputs[0], g, v)",
@@ -396,10 +397,10 @@ def _mutants():
           "self._sums = any(f.sum_duplicates for f in wrappers)",
           "self._sums = True", "//tests/keras:lazy_test")
   yield m("Keras: averages that have begun begin again",
-          "wrapopt/keras/_beginning.py", "self._begun.value.assign(1)", "pass",
+          "wrapopt/keras/_store.py", "self._begun.value.assign(1)", "pass",
           "//tests/keras:conformance_test")
   yield m("Keras: an average that a file lacks keeps its value",
-          "wrapopt/keras/_state.py",
+          "wrapopt/keras/_assign.py",
           "  else:\n    seed(average, variable)", "",
           "//tests/keras:saving_test")
   yield m("Keras: a file that is loaded before the build is dropped",
@@ -428,8 +429,8 @@ def _mutants():
           "wrapopt/ops/_apply.py", "          if group.follows else",
           "          if False else", "//tests/v1:some_variables_test")
   yield m("some variables: an average is that of another variable",
-          "wrapopt/keras/_state.py", "    self._indices[name].append(i)",
-          "    self._indices[name].append(len(self._rows[name]) - 1)",
+          "wrapopt/keras/_state.py", "    self.rows[name][i] =",
+          "    self.rows[name][len(self.rows[name])] =",
           "//tests/keras:some_variables_test")
   yield m("every n-th step: one step late", "wrapopt/_averages/_decays.py",
           "tf.equal((steps + 1) % every, 0)", "tf.equal(steps % every, 0)",
@@ -451,8 +452,8 @@ def _mutants():
           "wrapopt/_averages/_swap.py", "  if any(map(bool, replaced)):",
           "  if False:", "//tests/keras:in_place_test")
   for name, file, before, after, tests in (
-      ("averages of variables without a value start at 0", "_state",
-       "_followers.where(self._waits.read_value(), start)", "pass",
+      ("averages of variables without a value start at 0", "_waiting",
+       "_followers.where(self._wait.read_value(), start)", "pass",
        "unlifted_test"),
       ("averages are of weights before the constraint", "_inner",
        "getattr(v, \"constraint\", None) is not None for v in variables)",
@@ -506,7 +507,7 @@ def _mutants():
        "number // _BASE**k % _BASE", "0"),
       ("Adam's powers without a lock", "_v1/_step",
        "type(self._opt)._finish is _Optimizer._finish", "True"),
-      ("a second try resets a count", "keras/moving_average",
+      ("a second try resets a count", "keras/_first_step",
        "begins = step.accept & (", "begins = ("),
       ("a second try moves averages of statistics", "keras/moving_average",
        "_decays.where_due(step.accept, decays)", "decays")):
@@ -547,7 +548,7 @@ def _mutants():
        "_v1/_listed", "if before.get(id(v), is_got[id(v)]) != is_got[id(v)]:",
        "if False:", "v1:some_variables_test"),
       ("checkpoint: another order of the decays is not noticed",
-       "_v1/_averaging", "if f\"{name}_{self._decays[0]}\" in saved:",
+       "_v1/_averaging", "if f\"{name}_{self.decays[0]}\" in saved:",
        "if False:",
        "v1:moving_average_checkpoint_test"),
       ("gate: an eager step that was cut off counts", "_v1/_gate_counts",
@@ -561,7 +562,7 @@ def _mutants():
        "not _lagging.is_changed_in_graph(variable) and", "",
        "both:stale_rows_test"),
       ("Keras: a variable without a gradient keeps its first value",
-       "keras/_beginning", "elif self._untracked.without_gradient:",
+       "keras/_store", "elif self.without_gradient:",
        "elif False:", "keras:conformance_test"),
       ("Keras: a step that fails leaves its thread waiting", "keras/_inner",
        "        mine.late = None", "        pass",

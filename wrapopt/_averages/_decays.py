@@ -4,16 +4,14 @@ import collections.abc
 import math
 import numbers
 import typing
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
-from wrapopt._types import Float, Integer
 
 
 class _Given(_decay.Shape):
@@ -121,23 +119,26 @@ def need_count(decays):
   return any(decay.needs_count for decay in map(_shape, decays))
 
 
-def of_step(decays, t, counts=(), every=1):
+def of_step(decays, steps, due, counts, every):
   """The decays of a step: a list of numbers or float64 tensors.
 
   Args:
     decays: What `with_origins` returns.
-    t: A function that returns the number of the update, from 1.
-    counts: Counts of updates n: numbers or tensors. They limit the decays that
-      warm up to at most (1 + n) / (10 + n).
+    steps: The number of steps of the averages before it; None if no decay
+      needs it.
+    due: As of `is_due`, or None.
+    counts: Counts of steps: numbers or tensors. With n of them as updates, the
+      decays that warm up are at most (1 + n) / (10 + n).
     every: The number of steps between two updates.
   """
   decays = list(map(_shape, decays))
-  t = t() if any(decay.needs_count for decay in decays) else None
+  t = (_periods(steps, every) + 1
+       if any(decay.needs_count for decay in decays) else None)
   now = [decay.at(t * every if decay.counts_steps else t) for decay in decays]
-  for n in counts:
+  for n in (_periods(n, every) for n in counts):
     now = [warmed_up(x, n) if decay.warms_up else x
            for decay, x in zip(decays, now)]
-  return now
+  return where_due(due, now)
 
 
 def warmed_up(decay, num_updates):
@@ -167,7 +168,7 @@ def is_due(steps, every):
   return tf.equal((steps + 1) % every, 0)
 
 
-def periods(n, every):
+def _periods(n, every):
   """The number of updates in `n` steps: a tensor or number of its dtype."""
   return n if every == 1 else n // every
 
@@ -224,11 +225,8 @@ class Schedule(typing.NamedTuple):
     counts = []
     if self.num_updates is not None:
       n = ops.float64(value_now(self.num_updates))
-      n = n + 1 if self.num_updates is counted_by else n
-      counts.append(periods(n, self.every))
-    return where_due(due, of_step(
-        self.decays, lambda: periods(steps, self.every) + 1, counts,
-        self.every))
+      counts.append(n + 1 if self.num_updates is counted_by else n)
+    return of_step(self.decays, steps, due, counts, self.every)
 
   def count(self, updates, accept=True):
     """Counts a step of the averages.

@@ -17,19 +17,67 @@ from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
+from wrapopt._v1 import _wrapper
 from wrapopt._v1._swapping_saver import SwappingSaver
 
 _train = tf.compat.v1.train
 
 
-class InterpolatingOptimizer(_averaging.AveragingOptimizer):
-  """Trains z by gradients at y, between z and its average x.
+class _Points(_averaging.Averages):
+  """The points z and x of an optimizer.
 
   The variables hold y, one more variable for each holds z, and x follows. The
   share, a number for all variables or for each, tells whether they hold y or x.
   """
 
-  # The name of the variable that holds the state of the schedule.
+  def __init__(self, opt, schedule):
+    super().__init__(opt, opt._slot_name)
+    self._schedule, self._state_name = schedule, opt._state_name
+    self._share_slot = f"{opt._slot_name}/share"
+    opt._slots[self._share_slot] = _slots.Slots()
+
+  def make(self, variables, sparse):
+    if variables:
+      self._opt._create_non_slot_variable(
+          np.array(self._schedule.initial_state()), self._state_name,
+          variables[0])
+    super().make(variables, sparse)
+
+  def make_of_variable(self, variable, is_sparse):
+    super().make_of_variable(variable, is_sparse)
+    self._opt._get_or_make_slot(
+        variable, ops.float64(self._schedule.momentum), self._share_slot,
+        self._share_slot)
+
+  def state_of(self, graph):
+    """The variable that holds the state of the schedule."""
+    return self.non_slot(self._state_name, graph)
+
+  def share(self, variable):
+    """The variable that holds the share of a variable."""
+    return self._opt._slot(variable, self._share_slot)
+
+  def read(self, variable, k):
+    return _interpolated.Interpolated(
+        variable, self.stored(variable, k),
+        self.state_of(_slots.graph_of(variable)), self.share(variable))
+
+  def _slot_of_saved(self, name):
+    return name
+
+  def _counts_of(self, graph):
+    return [self.state_of(graph)]
+
+  def _firsts(self, graph):
+    return []
+
+
+class InterpolatingOptimizer(_wrapper.WrapperOptimizer):
+  """Trains z by gradients at y, between z and its average x."""
+
+  # The names of the slots that hold z, and of the variable that holds the state
+  # of the schedule.
+  _slot_name: str
   _state_name: str
 
   def __init__(self, opt, name, schedule):
@@ -40,9 +88,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       name: The name of this one.
       schedule: A schedule of _averages/_interpolated.py.
     """
-    super().__init__(opt, name, decays=[None])
-    self._share_slot = f"{self._slot_name}/share"
-    self._slots[self._share_slot] = _slots.Slots()
+    super().__init__(opt, name)
+    self._averages = _Points(self, schedule)
     self._schedule = schedule
     _check_innermost(self._innermost(), type(self).__name__, schedule)
 
@@ -83,17 +130,14 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     _check_innermost(self._innermost(), type(self).__name__, self._schedule)
     _check_strategy(type(self).__name__)
     _check_trained(trained, type(self).__name__)
-    variables = self._trained_variables(step)
-    [z], _ = self._shadows_by_decay(variables)
+    points, share = self._averages, self._averages.share
+    variables = points.trained(step)
+    [z], _ = points.by_decay(variables)
     graph = _slots.graph_of_state()
-
-    def share(variable):
-      return self._slot(variable, self._share_slot)
-
     if tf.distribute.has_strategy():
       # Out of the replicas, TensorFlow finds no slots.
       shares = {id(v): share(v)
-                for v in [*variables, *self._averaged.of(graph)]}
+                for v in [*variables, *points.averaged.of(graph)]}
       share = lambda variable: shares[id(variable)]
 
     def trained():
@@ -102,7 +146,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
     def others():
       here = set(map(id, variables))
-      return [x for v in self._averaged.of(graph) if id(v) not in here
+      return [x for v in points.averaged.of(graph) if id(v) not in here
               for x in _replicas.values(share(v))]
 
     def settle(state):
@@ -123,29 +167,12 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       return settled(lambda: moved, lambda: left, cond=cond)
 
     return self._inner._take(step._replace(points=_interpolated.Points(
-        z, self._non_slot(self._state_name, graph), self._schedule, settle)))
+        z, points.state_of(graph), self._schedule, settle)))
 
   def _has_one_pass(self):
     return False  # A MovingAverageOptimizer cannot be around this one.
 
   # State
-
-  def _make_averages(self, variables, sparse):
-    if variables:
-      self._create_non_slot_variable(
-          np.array(self._schedule.initial_state()), self._state_name,
-          variables[0])
-    super()._make_averages(variables, sparse)
-
-  def _make_average(self, variable, is_sparse):
-    super()._make_average(variable, is_sparse)
-    self._get_or_make_slot(
-        variable, ops.float64(self._schedule.momentum), self._share_slot,
-        self._share_slot)
-    [(_, average)] = self._pairs_of([variable], 0)
-    if not tf.executing_eagerly():
-      for part in average.of_replicas():
-        part.make_element()
 
   def _create_slots(self, var_list):
     opt = self._innermost()
@@ -155,25 +182,6 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
   def _touches_few_rows(self):
     return False
-
-  def _pairs_of(self, variables, k):
-    return [(v, _interpolated.Interpolated(
-        v, self._shadow(v, k),
-        self._non_slot(self._state_name, _slots.graph_of(v)),
-        self._slot(v, self._share_slot)))
-            for v in variables]
-
-  def _own_slot_names(self):
-    return [*super()._own_slot_names(), self._share_slot]
-
-  def _slot_of_saved(self, name):
-    return name
-
-  def _counts_of(self, graph):
-    return [self._non_slot(self._state_name, graph)]
-
-  def _firsts(self, graph):
-    return []
 
   # The averages
 
@@ -192,11 +200,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     """
     if not isinstance(var, tf.Variable):
       return [self.average(v) for v in var]
-    if self._readable_z(var, "average") is None:
-      return None
-    [(_, average)] = self._pairs_of([var], 0)
-    return (average.read_value() if _slots.graph_of(var) is None else
-            average._as_graph_element())
+    return self._averages.average(var, 0)
 
   def z(self, var: Any) -> Any:
     """The variable that holds z, which the inner optimizer trains.
@@ -212,10 +216,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     """
     if not isinstance(var, tf.Variable):
       return [self.z(v) for v in var]
-    return self._readable_z(var, "z")
-
-  def _readable_z(self, variable, what):
-    return _averaging.readable([self._shadow(variable, 0)], what)[0]
+    return _averaging.readable([self._averages.stored(var, 0)], "z")[0]
 
   def average_steps(self) -> None:
     """None: the state of the schedule counts the steps."""
@@ -227,9 +228,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       RuntimeError: If there was no step yet, or in eager mode, inside
         `averaged_weights`.
     """
-    self._require_averages(graph, "averages_by_decay")
-    _averaging.readable(self._averages(graph), "averages_by_decay")
-    return [(None, self._pairs(graph, 0))]
+    return self._averages.readable_by_decay(graph)
 
   def seed_averages(self, session: Optional[Session] = None) -> None:
     """Starts anew at the values of the variables, which all points get.
@@ -243,7 +242,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     Raises:
       RuntimeError: If there was no step yet, or the averages are in place.
     """
-    self._seed(session, self._schedule.initial_state())
+    self._averages.seed(session, self._schedule.initial_state())
 
   @contextlib.contextmanager
   def averaged_weights(
@@ -273,7 +272,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
         already. After the block, if z was assigned or restored in it, or in
         eager mode a variable.
     """
-    with self._putting_in_place(session, 0):
+    with self._averages.in_place(session, 0):
       yield
 
   def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver",
@@ -299,7 +298,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       ValueError: If a variable is to be saved without its z or the state of the
         schedule, or z without its variable.
     """
-    return self._make_swapping_saver(0, var_list, name, kwargs)
+    return self._averages.swapping_saver(0, var_list, name, kwargs)
 
 
 def _check_innermost(opt, outer, schedule):

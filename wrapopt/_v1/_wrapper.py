@@ -8,6 +8,7 @@ from tensorflow.python.saved_model import save_context
 
 from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt import _composition
+from wrapopt._v1 import _averaging
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 
@@ -20,6 +21,9 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   optimizer restores into the wrapper, and the other way round.
   """
 
+  # The `_averaging.Averages` that it keeps in its slots, or None.
+  _averages: Any = None
+
   def __init__(self, opt, name):
     if not isinstance(opt, tf.compat.v1.train.Optimizer):
       raise _composition.wrong_kind(
@@ -29,6 +33,11 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
                               WrapperOptimizer)
     super().__init__(use_locking=False, name=name)
     self._optimizer = opt
+
+  def __reduce_ex__(self, protocol):
+    if self._averages is not None:
+      self._averages.check_copied()
+    return super().__reduce_ex__(protocol)
 
   @property
   def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:
@@ -166,11 +175,15 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   def _build(self, variables):
     """As `build`, of checked variables: a list."""
     self._inner._build(variables)
+    if self._averages is not None:
+      self._averages.build(variables)
 
   def _create_slots(self, var_list):
     """Makes all variables of a step, outside of the branches of a `cond`."""
     with self._making_state():
       self._optimizer._create_slots(var_list)
+    if self._averages is not None:
+      self._averages.create(var_list)
 
   # Slots: the wrapper's are in its `_slots`; all others are the inner
   # optimizer's.
@@ -179,7 +192,25 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     return sorted(self._slots)
 
   def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
-    """The slot `name` of `var`, of the wrapper or of the inner optimizer."""
+    """The slot `name` of `var`, of the wrapper or of the inner optimizer.
+
+    Args:
+      var: A variable.
+      name: A string, such as "momentum". "ExponentialMovingAverage" is the
+        average of the first decay.
+
+    Returns:
+      A variable, or None.
+
+    Raises:
+      RuntimeError: In eager mode, if it is an average that is in place of its
+        variable.
+    """
+    return (self._slot(var, name) if self._averages is None else
+            self._averages.slot_in_place(var, name))
+
+  def _slot(self, var, name):
+    """As `get_slot`, also of an average that is in place of its variable."""
     if name in self._own_slot_names():
       if not save_context.in_save_context():  # A SavedModel has no slots.
         _slots.check_whole(var)
@@ -191,17 +222,28 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     return sorted({*self._optimizer.get_slot_names(), *self._own_slot_names()})
 
   def variables(self) -> list[Variable]:
-    """The state of the inner optimizer and of the wrapper in this graph."""
+    """The state of the inner optimizer and of the wrapper in this graph.
+
+    Returns:
+      A list.
+
+    Raises:
+      RuntimeError: In eager mode, inside `averaged_weights`.
+    """
     own = super().variables()
+    if self._averages is not None:
+      _averaging.readable(own, "variables")
     return sorted(self._optimizer.variables() + own, key=lambda v: v.name)
 
   # tf.train.Checkpoint. The inner optimizer is not a child of the wrapper:
   # TensorFlow would find its slots twice, and raise an error. Instead, its
   # children and slots are also those of the wrapper.
 
-  def _trackable_children(self, *args, **kwargs):
-    return {**self._optimizer._trackable_children(*args, **kwargs),
-            **super()._trackable_children(*args, **kwargs)}
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    return {**(self._averages.refusal.children() if self._averages is not None
+               and save_type == "checkpoint" else {}),
+            **self._optimizer._trackable_children(save_type, **kwargs),
+            **super()._trackable_children(save_type, **kwargs)}
 
   def _lookup_dependency(self, name, *args, **kwargs):
     found = super()._lookup_dependency(name, *args, **kwargs)
@@ -218,6 +260,10 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
+    if self._averages is not None:
+      slot_name = self._averages.slot_to_restore(slot_name, variable)
+      if slot_name is None:
+        return
     owner = (super() if slot_name in self._own_slot_names()
              else self._optimizer)
     owner._create_or_restore_slot_variable(

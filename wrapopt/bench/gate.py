@@ -180,7 +180,6 @@ def prepare(task, names, shapes, wait):
   """Makes the variables and steps of all contenders, and checks the steps."""
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
-  from wrapopt.keras import _followers
   from wrapopt.keras import _steps
 
   def waited():
@@ -205,7 +204,7 @@ def prepare(task, names, shapes, wait):
       optimizer.build(weights)
       record = getattr(optimizer, "record_step", contextlib.nullcontext)
       if name == "ungated":
-        optimizer = _steps.followed(optimizer, [_followers.NoFollower()])
+        optimizer = _steps.followed(optimizer, [])
 
     @tf.function
     def step():

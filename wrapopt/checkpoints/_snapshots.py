@@ -210,8 +210,8 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         integer.
       ValueError: If an argument is out of range.
     """
-    if not isinstance(opt, (moving_average.MovingAverageOptimizer,
-                            _interpolated.InterpolatingOptimizer)):
+    if getattr(opt, "_averages", None) is None or not isinstance(
+        opt, _wrapper.WrapperOptimizer):
       _composition.check_import("`opt`", opt, _wrapper.WrapperOptimizer)
       raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer, "
                       "PrimalAverageOptimizer or ScheduleFreeOptimizer, got "
@@ -256,7 +256,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         self._write(run_context.session)
 
   def _write(self, session):
-    with self._opt._holding_swap(session) as in_place:
+    with self._opt._averages.holding_swap(session) as in_place:
       if in_place:
         return  # Later: the averages hold the weights.
       values = session.run(self._fetches)
@@ -266,7 +266,8 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         _add(averages, variable, value)
       self._snapshots.write(
           _tensorflow.TensorFlowSink, int(values["step"]), decay,
-          _steps_of(values.get("steps"), self._opt._update_every), averages)
+          _steps_of(values.get("steps"), self._opt._averages.update_every),
+          averages)
 
   def end(self, session):
     del session

@@ -72,98 +72,10 @@ def _pairs(keyed, row):
       for variable, key in keyed if key in row)
 
 
-class Follower:
-  """The interface of a wrapper, which follows the steps of an optimizer.
-
-  Attributes:
-    changes_weights: Whether `_follow` may change weights that the step did not.
-      It then calls the step's `constrain`.
-    in_pass: Whether its work is done in the pass of a step that is one op.
-    is_gate: Whether `_admit` decides which steps are taken. It does not follow
-      them.
-    sum_duplicates: The argument of the wrapper.
-  """
-
-  changes_weights = False
-  in_pass = False
-  is_gate = False
-  sum_duplicates = False
-
-  @property
-  def inner_optimizer(self):
-    """The optimizer that this wraps."""
-    raise NotImplementedError
-
-  def _checks(self):
-    """Operations that fail if no step may be taken now: a list."""
-    return []
-
-  def _admit(self, iterations, grads_and_vars, token):
-    """Asks for the admission of a step.
-
-    Args:
-      iterations: The tf.Variable that counts the steps.
-      grads_and_vars: The gradients that are not None, and their tf.Variables.
-      token: As in `wrapopt.ops.staleness_gate`.
-
-    Returns:
-      An `_admission.Admitted`.
-    """
-    raise NotImplementedError
-
-  def _take(self, step, inner, grads, variables, learning_rate):
-    """Takes a step itself, in place of the optimizer.
-
-    A wrapper that does so has no other around it or inside.
-
-    Args:
-      step: A Step, which is about to be taken.
-      inner: The `_inner.Inner` of the optimizer.
-      grads: Gradients: tensors or `tf.IndexedSlices`.
-      variables: Their variables.
-      learning_rate: The learning rate of the step.
-
-    Returns:
-      Whether it has taken it.
-    """
-    del step, inner, grads, variables, learning_rate
-    return False
-
-  def _averages_of(self, step):
-    """The averages to update in the pass of the step, or None.
-
-    Args:
-      step: A Step, which is about to be taken. Only the averages that this
-        returns may lag behind after it.
-
-    Returns:
-      Rows of averages, one for each decay, and the decays. A variable that
-      is not averaged has None in each row.
-    """
-    del step
-
-  def _ahead(self):
-    """Reads what the follower needs before Keras counts a step."""
-
-  def _note_update(self):
-    """Notes that the averages of `_averages_of` have been updated."""
-
-  def _follow(self, step):
-    """Does the work of this wrapper after a step.
-
-    Args:
-      step: A Step, which was taken.
-    """
-    raise NotImplementedError
-
-
-class NoFollower(Follower):
-  """Does nothing: for steps that no wrapper follows."""
-
-  in_pass = True
-
-  def _follow(self, step):
-    del step
+def is_wrapper(opt):
+  """Whether an optimizer is a wrapper of this package, which follows steps."""
+  # Not by its class, whose module imports this one.
+  return hasattr(type(opt), "_follow")
 
 
 def where(condition, function):

@@ -73,7 +73,7 @@ class Inner:
   Attributes:
     cls: Its class.
     opt: A view of it. Its maker sets it.
-    outermost: The outermost wrapper.
+    outermost: The outermost wrapper, or None if there is none.
     followers: The wrappers that follow its steps, the innermost first.
     of_thread: The step of this thread, an `_OfThread`.
   """
@@ -82,9 +82,8 @@ class Inner:
 
   def __init__(self, cls, wrappers):
     self.cls, self.opt = cls, None
-    self.outermost = wrappers[-1]
-    self.followers = ([f for f in wrappers if not f.is_gate] or
-                      [_followers.NoFollower()])
+    self.outermost = wrappers[-1] if wrappers else None
+    self.followers = [f for f in wrappers if not f.is_gate]
     self.of_thread = _OfThread()
     self._sums = any(f.sum_duplicates for f in wrappers)
     self._cache = _lookup_cache.LookupCache()
@@ -114,8 +113,8 @@ class Inner:
           self.opt._overwrite_variable_with_gradient, trained)):
         raise NotImplementedError(
             f"{self.cls.__qualname__} inside of "
-            f"{type(self.outermost).__name__} must update variables by "
-            "`_backend_update_step`, got another method. Call "
+            f"{type(self.outermost or self.opt).__name__} must update "
+            "variables by `_backend_update_step`, got another method. Call "
             "`_backend_update_step` in it, as in Keras.")
     finally:
       if number is not None:
@@ -146,7 +145,8 @@ class Inner:
     mine.reached += 1
     step = self._step(variables)
     followers = self.followers
-    if followers[0]._take(step, self, grads, variables, learning_rate):
+    if followers and followers[0]._take(step, self, grads, variables,
+                                        learning_rate):
       return
     with self.at_number():
       rule = _rules.rule_of(self.opt, self.cls)
@@ -198,10 +198,12 @@ class Inner:
     Returns:
       The followers whose work the ops have not done.
     """
-    opt, first, others = self.opt, self.followers[0], self.followers[1:]
-    with self.at_number():
-      found = (None if self.of_thread.late is not None else
-               _replicas.merged(lambda: first._averages_of(step))())
+    opt, others = self.opt, self.followers[1:]
+    first = self.followers[0] if self.followers else None
+    found = None
+    if first is not None and self.of_thread.late is None:
+      with self.at_number():
+        found = _replicas.merged(lambda: first._averages_of(step))()
     averages, decays = found or ((), ())
     values = _lookup_cache.Variables(step.variables)
     by_keras = [i for i, g in enumerate(grads) if rule.squares and
@@ -338,11 +340,12 @@ class AskingInner(Inner):
       An `_admission.Asked`.
     """
     iterations, gate = self._iterations, self._gate
-    checks = self.outermost._checks()
+    checks = self.outermost._checks() if self.outermost else []
     is_one_op = self._is_one_op(grads, variables)
     _admission.refuse(self.opt, self.cls.__qualname__)
     if self._is_shared:
-      _replicas.check_single_replica(type(self.outermost).__name__)
+      _replicas.check_single_replica(
+          type(self.outermost or self.opt).__name__)
     else:
       _replicas.check_alone(type(gate).__name__, iterations)
     # Workers take one step at a time if an op of it reads what another one

@@ -52,7 +52,7 @@ class Stay:
     """Raises an error if a variable that has an average has left its layer.
 
     Args:
-      optimizer: The AveragingOptimizer.
+      optimizer: A wrapper with averages.
       model: A model that must have had the variable, or None.
       before: A sentence of the error.
     """
@@ -62,7 +62,7 @@ class Stay:
       if self._right.get(model) == now:
         return
     averaged = [v for v in optimizer._trainable_variables
-                if optimizer._var_key(v) in optimizer._rows[0]]
+                if optimizer._var_key(v) in optimizer._store.rows[0]]
     left = [(v, layer) for v in averaged
             if (layer := layer_of(v)) is not None]
     if model is not None:
@@ -79,7 +79,7 @@ class Stay:
     """Those variables of layers in whose place a model has others: a list.
 
     Args:
-      optimizer: The AveragingOptimizer.
+      optimizer: A wrapper with averages.
       model: A model, which may be a part of what the optimizer trains.
       averaged: All variables that have an average.
     """
@@ -107,7 +107,7 @@ def _check_successors(optimizer, model, averaged):
   variable of the same name, such as a larger table.
 
   Args:
-    optimizer: The AveragingOptimizer.
+    optimizer: A wrapper with averages.
     model: A model.
     averaged: All variables that have an average.
   """

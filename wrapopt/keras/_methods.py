@@ -47,14 +47,14 @@ def check(outermost, optimizers):
           f"that are set on an optimizer, got {found} of {cls}, "
           "which it would pass over. " + (
               "Override it in a subclass of the optimizer inside."
-              if isinstance(opt, _followers.Follower) else
+              if _followers.is_wrapper(opt) else
               f"Make a subclass of {cls} that overrides it."))
 
 
 def _passed_over(opt, is_outermost, is_last):
   """The names of methods that a step would pass over."""
   cls, own = type(opt), vars(opt)
-  if isinstance(opt, _followers.Follower):
+  if _followers.is_wrapper(opt):
     uncalled, overridden = _uncalled(cls, is_outermost)
     return overridden or own.keys() & uncalled
   if not is_last and any(_steps.optimizers_in(opt)):

@@ -1,24 +1,23 @@
-"""The attributes of a wrapper of a Keras optimizer that are the inner one's."""
+"""Who asks for the attributes of a wrapper that are the inner optimizer's."""
 
 import sys
 
 import keras
 
-from wrapopt.keras import _steps
 
-
-def _is_made(wrapper):
+def is_made(wrapper):
+  """Whether the constructor of a wrapper knows the inner optimizer."""
   return "_untracked" in vars(wrapper)
 
 
-def _of_inner(name):
+def forwarded(name):
   """An attribute that reads and writes that of the inner optimizer."""
   def read(self):
-    return getattr(self.inner_optimizer, name) if _is_made(self) else None
+    return getattr(self.inner_optimizer, name) if is_made(self) else None
 
   def write(self, value):
     # Keras's constructor sets it before the inner optimizer is known.
-    if _is_made(self):
+    if is_made(self):
       setattr(self.inner_optimizer, name, value)
 
   return property(read, write)
@@ -42,106 +41,3 @@ def is_asked_for_all():
     frame = frame.f_back
   return frame is None or frame.f_code.co_name not in (
       "save_own_variables", "load_own_variables")
-
-
-class OfInner:
-  """A mixin of wrappers: Keras's attributes and methods of an optimizer."""
-
-  @property
-  def iterations(self):
-    return self.inner_optimizer.iterations
-
-  @property
-  def learning_rate(self):
-    return self.inner_optimizer.learning_rate
-
-  @learning_rate.setter
-  def learning_rate(self, learning_rate):
-    self.inner_optimizer.learning_rate = learning_rate
-
-  weight_decay = _of_inner("weight_decay")
-  clipnorm = _of_inner("clipnorm")
-  global_clipnorm = _of_inner("global_clipnorm")
-  clipvalue = _of_inner("clipvalue")
-  gradient_accumulation_steps = _of_inner("gradient_accumulation_steps")
-
-  @property
-  def use_ema(self):
-    """Whether an optimizer inside keeps Keras's own averages."""
-    if not _is_made(self):
-      return False
-    if is_asked_by_swap_ema_weights():
-      # It asks each optimizer of a MultiOptimizer around this; after a False,
-      # the next one.
-      for wrapper in self._wrappers():
-        wrapper._refuse_swap_ema_weights()
-    return any(opt.use_ema for opt in _steps.innermost(self))
-
-  @use_ema.setter
-  def use_ema(self, value):
-    if _is_made(self):  # Else, Keras's constructor sets it.
-      raise AttributeError(
-          f"`use_ema` of a {type(self).__qualname__} must not be set, got "
-          f"{value!r}. Pass it to the optimizer inside.")
-
-  @property
-  def loss_scale_factor(self):
-    if not _is_made(self):
-      return None
-    scaling = self._loss_scaling()
-    if scaling is None:
-      return self.inner_optimizer.loss_scale_factor
-    return scaling.dynamic_scale if scaling.built else scaling.initial_scale
-
-  @loss_scale_factor.setter
-  def loss_scale_factor(self, factor):
-    if not _is_made(self):
-      return
-    # A LossScaleOptimizer of Keras sets it in its inner optimizer.
-    if self._loss_scaling() is not None:
-      raise ValueError(
-          f"`loss_scale_factor` of a {type(self).__qualname__} around a "
-          "LossScaleOptimizer must not be set, neither by the user nor by "
-          "another LossScaleOptimizer around it: gradients would be unscaled "
-          "twice. Pass auto_scale_loss=False to compile(), which otherwise "
-          "wraps the optimizer of a mixed_float16 model in one.")
-    self.inner_optimizer.loss_scale_factor = factor
-
-  def _loss_scaling(self):
-    """The LossScaleOptimizer inside, or None."""
-    return next((x for x in _steps.within(self)
-                 if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
-
-  def scale_loss(self, loss):
-    return self.inner_optimizer.scale_loss(loss)
-
-  def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
-    for opt in _steps.innermost(self):
-      opt.exclude_from_weight_decay(var_list, var_names)
-
-  def finalize_variable_values(self, var_list):
-    self.inner_optimizer.finalize_variable_values(var_list)
-
-  @property
-  def _model_variables_moving_average(self):
-    """Averages of `use_ema`, which Keras's callback SwapEMAWeights reads."""
-    for wrapper in self._wrappers():
-      wrapper._refuse_swap_ema_weights()
-    averages = {
-        opt._var_key(v): average for opt in _steps.innermost(self)
-        if opt.use_ema and opt.built for v, average in zip(
-            opt._trainable_variables, opt._model_variables_moving_average)}
-    keys = list(map(self._var_key, self._trainable_variables))
-    if not averages:  # As in an optimizer of Keras without use_ema.
-      raise AttributeError("_model_variables_moving_average")
-    if any(key not in averages for key in keys):
-      raise ValueError(
-          f"SwapEMAWeights must not be used with a {type(self).__qualname__} "
-          "around several optimizers of which only some have use_ema=True. "
-          "Pass it to all of them, or use wrapopt.keras.MovingAverage and "
-          "EvaluateWithAverages() instead.")
-    return [averages[key] for key in keys]
-
-  def _refuse_swap_ema_weights(self):
-    """Raises an error if an evaluation should not use those of `use_ema`."""

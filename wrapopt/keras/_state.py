@@ -1,7 +1,6 @@
 """The averages of wrappers, for saving and restoring."""
 
 import collections
-import collections.abc
 import typing
 import warnings
 
@@ -13,17 +12,18 @@ from tensorflow.python.trackable import base as trackable
 
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
-from wrapopt._averages import _replicas
-from wrapopt._averages import _swap
+from wrapopt.keras import _assign
 from wrapopt.keras import _average
-from wrapopt.keras import _followers
+from wrapopt.keras import _block
+from wrapopt.keras import _latest
 from wrapopt.keras import _left
 from wrapopt.keras import _owners
+from wrapopt.keras import _waiting
 from wrapopt.keras._variables import path_of, value_of
 
 
 class Count(typing.NamedTuple):
-  """Values of a count, see `WrapperOptimizer._make_count`."""
+  """Values of a count, see `_store.Store.make_count`."""
   value: typing.Any
   seeded: typing.Any
   swapped_in: typing.Callable = lambda value: value
@@ -45,31 +45,8 @@ class InFiles(typing.NamedTuple):
   of_earlier: typing.Callable
 
 
-class Row(collections.abc.Mapping):
-  """Averages by the key of their variable, in a mapping that is not tracked."""
-
-  def __init__(self, averages):
-    self._averages = averages
-
-  def __getitem__(self, key):
-    return self._averages[key]
-
-  def __iter__(self):
-    return iter(self._averages)
-
-  def __len__(self):
-    return len(self._averages)
-
-
-# The suffix of names of averages that are made when the model is known.
-OF_BATCH_NORM = "_of_batch_norm"
-
 # The last part of the key that tells whose the averages of a name are.
 _OWNERS = "variables"
-
-# Keras merges these variables into others when it saves them, and loads zeros.
-_MERGED = ("lora_kernel_a", "lora_kernel_b", "lora_embeddings_a",
-           "lora_embeddings_b")
 
 
 class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
@@ -85,7 +62,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   Attributes:
     name: The name in checkpoints.
-    place: A variable that has no value while averages are in place, or None.
+    rows: {name: {index: (average, its variable)}}, see `add`.
+    waiting: The `_waiting.Waiting` of its averages.
+    block: The `_block.Block` in which averages are in place.
   """
 
   # Only averages are tracked, see `add`.
@@ -100,16 +79,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       steps: A function that returns the number of steps so far.
     """
     self.name = name
-    self._seed_unbegun, self._steps = settle, steps
+    self._settle = settle
     self._kept = {}  # The averages and counts, by id.
     # The ids of averages that were set by a file or by `seed`, and whether a
     # file was loaded since `has_new_values`.
-    self._set, self._is_loaded = set(), False
+    self.set_averages, self._is_loaded = set(), False
     self._is_assigned = False  # Whether others than this package set averages.
-    # When a file was loaded last (`_now`); what it had that may be another
-    # variable's: {name: `_Loaded`}; (average, variable) pairs of which it has
-    # none; and {name: whether it has all, of paths like theirs}.
-    self._loaded_at, self._unsure, self._anew, self._fits = None, {}, [], {}
+    self._latest = _latest.Latest(self, steps)
     # Whose the averages of a checkpoint are: {name in files: {index: Owner}};
     # its number; and whether it has just begun to be restored.
     self._of_checkpoint, self._number_of_checkpoint = {}, -1
@@ -119,19 +95,14 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
     self._noticed = self._completed = -1
-    self._rows = collections.defaultdict(list)  # (average, variable) by name.
-    self._indices = collections.defaultdict(list)  # Their places, by name.
+    self.rows = collections.defaultdict(dict)
     self._in_files = {}  # Names in files, by name, where they differ.
     # Values from a file for averages that are made later: all of them before
     # the build, then those of batch normalizations. And the checkpoint that was
     # restored last before.
     self._late, self._before_late = {}, None
-    # (average, variable) pairs of variables that had no value when the averages
-    # were to start, and a variable that tells whether these still have to.
-    self._waiting, self._waits = [], None
-    self.place = None
-    self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
-    self._saved = lambda swapped_in: ()  # See `swap_in`.
+    self.waiting = _waiting.Waiting()
+    self.block = _block.Block()
     self._counts = {}  # (variable, Count) by name.
     self._noted = None  # See `note_weights`.
 
@@ -140,30 +111,26 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def name_in_files(self, name, in_files):
     """Gives averages another name in files and checkpoints, before `add`.
-
     """
     self._in_files[name] = in_files
 
-  def add(self, name, average, variable, i=None):
-    """Adds an average of a name, by default the next one.
+  def add(self, name, average, variable, i):
+    """Adds an average of a name.
 
     Args:
       name: A string.
       average: The average.
       variable: Its variable.
-      i: The index of the variable, if others before it have no average.
+      i: The index of the variable among those that may have such an average.
     """
-    if i is None:
-      i = len(self._rows[name])
-    self._rows[name].append((average, variable))
-    self._indices[name].append(i)
+    self.rows[name][i] = average, variable
     self._keep(average)
 
   def _keep(self, x):
     self._kept[id(x)] = x
     _average.states[id(x)] = self
 
-  def _name_in_files(self, name):
+  def in_files_of(self, name):
     return self._in_files.get(name, name)
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
@@ -172,22 +139,22 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       # First: it tells that the checkpoint knows whose the averages are.
       children[_OWNERS] = self._marker
     children.update(super()._trackable_children(save_type, **kwargs))
-    for name, row in self._rows.items():
-      in_files = self._name_in_files(name)
+    for name, row in self.rows.items():
+      in_files = self.in_files_of(name)
       # Checkpoints of earlier versions have none that are what they start at.
       if save_type == "checkpoint" and all(
           getattr(average, "starts_at", None) is not None and
-          average.numpy() == average.starts_at for average, _ in row):
+          average.numpy() == average.starts_at for average, _ in row.values()):
         continue
-      children.update({f"{in_files}.{i}": value_of(average) for i, (average, _)
-                       in zip(self._indices[name], row)})
+      children.update({f"{in_files}.{i}": value_of(average)
+                       for i, (average, _) in row.items()})
     if save_type == "checkpoint" and not self._is_made:
       children.update({key: value for key, value in self._late.items()
                        if not key.endswith(f".{_OWNERS}")})
     if save_type != "checkpoint":
       # A function that is saved, such as a step, must find its variables.
-      if self.place is not None:
-        children["place"] = value_of(self.place)
+      if self.block.place is not None:
+        children["place"] = value_of(self.block.place)
       # The model that is saved holds the averages that are in its place.
       children = {name: child for name, child in children.items()
                   if not _in_place.has_no_value(_lazy.stored(child))}
@@ -200,18 +167,19 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if not self._is_made:
       return None  # A checkpoint waits for the averages.
     kind, _, i = name.rpartition(".")
-    for row in self._rows:
-      if kind == self._name_in_files(row) and i.isdigit():
+    for row_name, row in self.rows.items():
+      if kind == self.in_files_of(row_name) and i.isdigit():
         # They wait until their owners are restored.
-        return None if self._awaits else self._of_index(row, int(i))
+        return (value_of(row[int(i)][0])
+                if int(i) in row and not self._awaits else None)
     return super()._lookup_dependency(name, *args, **kwargs)
 
   def _serialize_to_tensors(self):
     if not tf.executing_eagerly():
       return {}  # A SavedModel's averages stay where they are.
     owners, known = {}, {}
-    for name in self._rows:
-      owners[self._name_in_files(name)] = self._owners_of(name, known)
+    for name in self.rows:
+      owners[self.in_files_of(name)] = self.owners_of(name, known)
     for key, value in self._late.items():
       if key.endswith(f".{_OWNERS}"):
         owners.update(_owners.from_array(value))
@@ -226,10 +194,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if not tf.executing_eagerly():  # In a cluster, it is in a function.
       array = self._read_owners()
     self._of_checkpoint = _owners.from_array(array)
-    self._number_of_checkpoint = _restored(self)
+    self._number_of_checkpoint = _latest.restored(self)
     if self._is_made:
       with tf.init_scope():
-        for name in self._rows:
+        for name in self.rows:
           self._take_deferred(name)
 
   def _read_owners(self):
@@ -248,11 +216,6 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def _copy_trackable_to_cpu(self, object_map):
     object_map[self] = _Copy(self._serialize_to_tensors())
 
-  def _of_index(self, name, i):
-    """The value of the average of a name and an index, or None."""
-    return next((value_of(average) for j, (average, _) in zip(
-        self._indices[name], self._rows[name]) if i == j), None)
-
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
     self._counts[name] = variable, value
@@ -265,58 +228,32 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if self._kept.get(id(variable)) is variable:
       with tf.init_scope():
         self.complete()  # Not afterwards, by what was loaded before.
-      self._anew = [pair for pair in self._anew if pair[0] is not variable]
+      self._latest.drop(variable)
       self._is_assigned = True
       self._is_loaded, self._noted = True, None
-      self._set.add(id(variable))
+      self.set_averages.add(id(variable))
 
   def variables(self):
     """The averages and counts as Keras's state trees have them: a list."""
-    self._seed_unbegun()
-    found = [*(average for average, _ in self.pairs()),
-             *(count for count, _ in self._counts.values())]
-    if self._swapped_in is None:
+    self._settle()
+    averages = [average for average, _ in self.pairs()]
+    found = [*averages, *(count for count, _ in self._counts.values())]
+    if not self.block.is_entered():
       return found
-    saved = self._saved_in_block()
-    return [InBlock(x.path, value) for x, value in zip(found, [
-        *(self._average_in_file(average, saved) for average, _ in self.pairs()),
-        *(self._count_in_file(*count) for count in self._counts.values())])]
-
-  def _saved_in_block(self):
-    """{id: value} of averages that a file gets with another value, see swap_in.
-    """
-    return {id(_lazy.stored(value_of(s))): value
-            for s, value in self._saved(self._swapped_in)}
-
-  def _count_in_file(self, variable, count):
-    """The value of a count that a file gets now: an array."""
-    value = variable.numpy()
-    return count.swapped_in(value) if self._swapped_in else value
-
-  def _average_in_file(self, average, saved):
-    """The value of an average that a file gets now: an array.
-
-    Args:
-      average: The average.
-      saved: The result of `_saved_in_block`.
-    """
-    # If the model is saved with averages in place, these are its weights.
-    stored = value_of(average)
-    value = saved.get(id(_lazy.stored(stored)))
-    if value is None and self._swapped_in:
-      value = self._swapped_in.value(stored)
-    if value is None:
-      value = stored
-    return tf.cast(value, average.dtype).numpy()
+    values = [*map(self.block.averages_in_file(), averages),
+              *(self.block.count_in_file(*count)
+                for count in self._counts.values())]
+    return [_block.Shown(x.path, value) for x, value in zip(found, values)]
 
   def finish(self):
     """Takes what was loaded before the optimizer was built, after the build."""
     self._is_made = True
     late, self._late = self._late, {}
-    for name in self._rows:
+    for name in self.rows:
       self._take_deferred(name)
     # A checkpoint that was restored after that has given its values already.
-    if self._before_late is not None and self._before_late == _restored(self):
+    if (self._before_late is not None and
+        self._before_late == _latest.restored(self)):
       self.load_own_variables(late)
 
   def take_late(self, suffix):
@@ -325,22 +262,22 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     Args:
       suffix: The end of their names.
     """
-    for name in [name for name in self._rows if name.endswith(suffix)]:
+    for name in [name for name in self.rows if name.endswith(suffix)]:
       self._take_deferred(name)
-      if any(key.rpartition(".")[0] == self._name_in_files(name)
+      if any(key.rpartition(".")[0] == self.in_files_of(name)
              for key in self._late):
         self._give(name, self._late, {})
       if self._is_assigned and not any(
-          self.was_set(average) for average, _ in self._rows[name]):
+          self.was_set(average) for average, _ in self.rows[name].values()):
         warnings.warn(
             "Averages were assigned, as by a state tree or a folder of "
-            f"OrbaxCheckpoint, before those named '{self._name_in_files(name)}'"
+            f"OrbaxCheckpoint, before those named '{self.in_files_of(name)}'"
             " were made. They start at the values of their variables. If the "
             "tree has them, call set_model(model) and load it again.")
 
   def _take_deferred(self, name):
     """Takes what a checkpoint has of the averages of a name."""
-    in_files = self._name_in_files(name)
+    in_files = self.in_files_of(name)
     # Not of those that a later checkpoint without owners has.
     saved = {j: owner for j, owner in self._of_checkpoint.pop(
         in_files, {}).items() if any(
@@ -349,7 +286,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
                 f"{in_files}.{j}", ())[-1:])}
     if saved:
       self._take_owned(name, saved)
-    for i, (average, _) in zip(self._indices[name], self._rows[name]):
+    for i, (average, _) in self.rows[name].items():
       self._handle_deferred_dependencies(f"{in_files}.{i}", value_of(average))
 
   def has_late(self):
@@ -358,66 +295,29 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def pairs(self):
     """All (average, variable) pairs."""
-    return [pair for row in self._rows.values() for pair in row]
+    return [pair for row in self.rows.values() for pair in row.values()]
 
   def seed(self):
     """Sets all averages to the values of their variables."""
     self._noted = None
     self.complete()
-    self._set.update(id(average) for average, _ in self.pairs())
+    self.set_averages.update(id(average) for average, _ in self.pairs())
     self.seed_values()
     for variable, count in self._counts.values():
-      assign(variable, count.seeded)
+      _assign.assign(variable, count.seeded)
 
   def seed_values(self, of=lambda average, variable: True):
     """As `seed`, of some averages, but leaves the counts."""
-    self._start([pair for pair in self.pairs() if of(*pair)])
-
-  def _start(self, pairs):
-    """Sets averages to the values of their variables, now or when they run.
-
-    A `tf.function` that makes variables may also be what gives them values.
-    Their averages start in its graph, by `start_in_graph`.
-
-    Args:
-      pairs: (average, variable) pairs.
-    """
-    if self._waits is not None and not self._waits.numpy():
-      self._waiting = []  # The graph has run.
-    pairs = {id(pair[0]): pair for pair in [*self._waiting, *pairs]}.values()
-    self._waiting = []
-    for average, variable in pairs:
-      if value_of(variable).is_initialized():
-        seed(average, variable)
-      else:
-        self._waiting.append((average, variable))
-    if self._waiting and self._waits is None:
-      # Not one of each replica.
-      self._waits = resource_variable_ops.ResourceVariable(
-          True, trainable=False)
-    if self._waits is not None:
-      self._waits.assign(bool(self._waiting))
-
-  def start_in_graph(self):
-    """Before a step, starts the averages that wait for their variables."""
-    if not self._waiting:
-      return
-
-    def start():
-      for average, variable in self._waiting:
-        seed(average, variable)
-      self._waits.assign(False)
-
-    _followers.where(self._waits.read_value(), start)
+    self.waiting.start([pair for pair in self.pairs() if of(*pair)])
 
   def was_set(self, average):
     """Whether a file, a checkpoint or `seed` has set an average."""
-    return id(average) in self._set
+    return id(average) in self.set_averages
 
   def has_new_values(self):
     """Whether a file or checkpoint was loaded since the last call, if any."""
-    is_new = self._is_loaded or _restored(self) != self._noticed
-    self._is_loaded, self._noticed = False, _restored(self)
+    is_new = self._is_loaded or _latest.restored(self) != self._noticed
+    self._is_loaded, self._noticed = False, _latest.restored(self)
     return is_new
 
   def complete(self):
@@ -425,30 +325,22 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     An average of which it has none starts at its variable's value.
     """
-    if self._waiting:
-      self._start([])
+    self.waiting.start([])
     self._complete_checkpoint()
-    if self._loaded_at is not None:
-      # After a step or another checkpoint, neither the weights nor the averages
-      # are those loaded.
-      if self._loaded_at == self._now():
-        self._check_owners()
-        self._start(self._anew)
-      else:
-        self._forget_loaded()
+    self._latest.complete()
 
   def _complete_checkpoint(self):
-    latest = _restored(self)
+    latest = _latest.restored(self)
     if latest == self._completed:
       return
     self._completed = latest
-    lacks = lambda variable: _restored(value_of(variable)) < latest
+    lacks = lambda variable: _latest.restored(value_of(variable)) < latest
     missing = [pair for pair in self.pairs() if lacks(pair[0])]
-    self._set.update(id(average) for average, _ in self.pairs())
-    self._begin_anew(missing)
+    self.set_averages.update(id(average) for average, _ in self.pairs())
+    self._latest.begin_anew(missing)
     for variable, count in self._counts.values():
       if lacks(variable):
-        assign(variable, count.value)
+        _assign.assign(variable, count.value)
         self._take_count(variable, count)
     # The checkpoint's values for variables that do not exist.
     _warn_unread({name.rpartition(".")[0] for name in
@@ -462,38 +354,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for position in self._deferred_dependencies.pop(
         count.in_files and count.in_files.name, ()):
       value = position.value_tensors()[trackable.VARIABLE_VALUE_KEY]
-      assign(variable, count.in_files.from_file(value.numpy()))
+      _assign.assign(variable, count.in_files.from_file(value.numpy()))
 
-  def _begin_anew(self, pairs):
-    """Starts averages that a file lacks, again until the next step.
-
-    Until then, the file's values of their variables may still be loaded.
-    """
-    self._set.difference_update(id(average) for average, _ in pairs)
-    if pairs:
-      self._note_loading()
-    self._anew += pairs
-    self._start(pairs)
-
-  def _forget_loaded(self):
-    self._loaded_at, self._unsure, self._anew, self._fits = None, {}, [], {}
-
-  def _now(self):
-    """What changes with a step, and with another checkpoint."""
-    return self._steps(), _restored(self)
-
-  def _note_loading(self):
-    if self._loaded_at != self._now():
-      self._forget_loaded()
-      self._loaded_at = self._now()
-
-  # Whose the averages in a file are.
-
-  def _by_index_of(self, name):
-    """{index: (average, variable)} of a name."""
-    return dict(zip(self._indices[name], self._rows[name]))
-
-  def _owners_of(self, name, known, source="checkpoint"):
+  def owners_of(self, name, known, source="checkpoint"):
     """{index: `_owners.Owner`} of the averages of a name.
 
     Args:
@@ -503,10 +366,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       source: "checkpoint", or "file", which has no variables that Keras merges.
     """
     found = {}
-    for i, (_, variable) in self._by_index_of(name).items():
-      if source == "checkpoint" or not _is_merged(variable):
+    for i, (_, variable) in self.rows[name].items():
+      if source == "checkpoint" or not _latest.is_merged(variable):
         if id(variable) not in known:
-          known[id(variable)] = _owner(variable)
+          known[id(variable)] = _latest.owner_of(variable)
         found[i] = known[id(variable)]
     return found
 
@@ -517,114 +380,31 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       name: The name of the averages.
       saved: {index: `_owners.Owner`} in the checkpoint.
     """
-    in_files, deferred = self._name_in_files(name), self._deferred_dependencies
-    ours, pairs = self._owners_of(name, {}), self._by_index_of(name)
+    in_files, deferred = self.in_files_of(name), self._deferred_dependencies
+    ours, pairs = self.owners_of(name, {}), self.rows[name]
     found = _owners.match(ours, saved, lambda i: False)
     # The last one is of the latest checkpoint.
-    self._note(name, ours, found, _Loaded("checkpoint", saved, lambda j: (
-        deferred[f"{in_files}.{j}"][-1].value_tensors()[
-            trackable.VARIABLE_VALUE_KEY])))
+    self._latest.note(name, ours, found, _latest.Loaded(
+        "checkpoint", saved,
+        lambda j: deferred[f"{in_files}.{j}"][-1].value_tensors()[
+            trackable.VARIABLE_VALUE_KEY]))
     for i, j in found.items():
       self._handle_deferred_dependencies(
           f"{in_files}.{j}", value_of(pairs[i][0]))
     for j in saved:
       deferred.pop(f"{in_files}.{j}", None)
 
-  def _note(self, name, ours, found, loaded):
-    """Notes what was loaded, if the weights do not tell yet whose it is."""
-    self._note_loading()
-    self._unsure.pop(name, None)
-    self._note_fit(name, ours, found, loaded)
-    lacks = [i for i in ours if i not in found]
-    sure = {i for i, j in found.items()
-            if ours[i].checksum == loaded.saved[j].checksum}
-    if len(sure) < len(found) or lacks and loaded.saved:
-      self._unsure[name] = loaded._replace(found=found, sure=sure, values={
-          j: np.array(loaded.values(j)) for j in loaded.saved})
-
-  def _note_fit(self, name, ours, found, loaded):
-    """Notes whether variables have averages from paths like theirs."""
-    if not name.endswith(OF_BATCH_NORM):
-      self._fits[name] = all(
-          i in found and _owners.is_like(owner.path,
-                                         loaded.saved[found[i]].path)
-          for i, owner in ours.items())
-
   def keep_statistics(self):
     """Takes averages of statistics as they were loaded, before an eager step.
-
-    It has run the model: statistics have other values than those loaded, which
-    do not tell any more whose an average is. Paths do, if those of the other
-    averages are alike, too.
     """
     self._complete_checkpoint()
-    unsure = {name: self._unsure.pop(name) for name in list(self._unsure)
-              if name.endswith(OF_BATCH_NORM)}
-    if not unsure or self._loaded_at != self._now():
-      return
-    self._check_owners()
-    for name, loaded in unsure.items():
-      pairs = self._by_index_of(name)
-      found = {i: j for i, j in loaded.found.items()
-               if i in loaded.sure or all(self._fits.values())}
-      self._begin_anew([pairs[i] for i in loaded.found if i not in found])
-      self._warn(name, self._owners_of(name, {}, loaded.source), loaded, found)
-
-  def _check_owners(self):
-    """Looks again whose loaded averages are, when all weights are loaded."""
-    unsure, self._unsure = self._unsure, {}
-    known = {}
-    for name, loaded in unsure.items():
-      pairs = self._by_index_of(name)
-
-      def is_known(i):
-        # A checkpoint sets a variable of Keras, or its tf.Variable.
-        _, v = pairs[i]  # pylint: disable=cell-var-from-loop
-        return (loaded.source == "file" or  # pylint: disable=cell-var-from-loop
-                _restored(self) in (_restored(v), _restored(value_of(v))))
-
-      ours = self._owners_of(name, known, loaded.source)
-      found = _owners.match(ours, loaded.saved, is_known)
-      self._note_fit(name, ours, found, loaded)
-      for i in ours:
-        average, variable = pairs[i]
-        if i not in found:
-          if i in loaded.found:
-            self._begin_anew([(average, variable)])
-        elif found[i] != loaded.found.get(i):
-          _load(average, variable, loaded.values[found[i]])
-          self._set.add(id(average))
-          self._anew = [pair for pair in self._anew if pair[0] is not average]
-      self._warn(name, ours, loaded, found)
-
-  def _warn(self, name, ours, loaded, found):
-    """Warns of averages that a file lacks, or that it may have of others."""
-    its, in_files = loaded.saved, self._name_in_files(name)
-    lacks = [owner.path for i, owner in ours.items() if i not in found]
-    unread = [owner.path for j, owner in its.items() if j not in found.values()]
-    if lacks:
-      warnings.warn(
-          f"The {loaded.source} has no average named '{in_files}' of "
-          f"{_listed(lacks)}, but "
-          + (f"of {_listed(unread)}, with other shapes, names or values. "
-             if unread else "only of others. ")
-          + "An average that it lacks starts at the value of its variable.")
-    guessed = [(its[j].path, ours[i].path) for i, j in found.items()
-               if its[j].checksum != ours[i].checksum
-               and its[j].path != ours[i].path]
-    if guessed:
-      warnings.warn(
-          f"The {loaded.source}'s averages named '{in_files}' are taken in "
-          f"their order, that of '{guessed[0][0]}' for '{guessed[0][1]}', as "
-          "the names differ, and the values of the variables, too. If that is "
-          "another variable, call seed_averages() or load the weights of the "
-          f"{loaded.source} together with its averages.")
+    self._latest.keep_statistics()
 
   def save_own_variables(self, store):
     if not self._is_made:
       for name, value in self._late.items():
         store[name] = value
-    self._seed_unbegun()
+    self._settle()
     left = [v for _, v in self.pairs() if _left.layer_of(v) is not None]
     if left:
       warnings.warn(
@@ -632,51 +412,51 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           f"'{path_of(left[0])}', which quantize() has replaced. A model that "
           "is loaded from it has no averages. To save one with averages as "
           "weights, call averaged_model(model) before, and change the copy.")
-    merged = [v for _, v in self.pairs() if _is_merged(v)]
+    merged = [v for _, v in self.pairs() if _latest.is_merged(v)]
     if merged:
       warnings.warn(
           f"The file gets no averages of '{path_of(merged[0])}', which Keras "
           "merges into another variable when it saves. They begin anew when it "
           "is loaded. A tf.train.Checkpoint has them. To save a model with "
           "averages as weights, save it in averaged_weights().")
-    saved, known = self._saved_in_block(), {}
-    for name in self._rows:
-      in_files, pairs = self._name_in_files(name), self._by_index_of(name)
-      owners = self._owners_of(name, known, "file")
+    average_in_file, known = self.block.averages_in_file(), {}
+    for name in self.rows:
+      in_files, pairs = self.in_files_of(name), self.rows[name]
+      owners = self.owners_of(name, known, "file")
       store[f"{in_files}.{_OWNERS}"] = _owners.to_array({in_files: owners})
       for i in owners:
-        store[f"{in_files}.{i}"] = self._average_in_file(pairs[i][0], saved)
+        store[f"{in_files}.{i}"] = average_in_file(pairs[i][0])
     for name, (variable, count) in self._counts.items():
-      value = self._count_in_file(variable, count)
+      value = self.block.count_in_file(variable, count)
       if count.in_files is None:
         store[name] = value
       else:
         store[count.in_files.name] = count.in_files.to_file(value)
 
   def load_own_variables(self, store):
-    self.refuse_swapped_in("load_weights")
+    self.block.refuse("load_weights")
     self._is_loaded, self._noted, self._is_assigned = True, None, False
     # State that an earlier checkpoint lacked is in this file, or starts anew.
-    self._before_late = self._completed = _restored(self)
+    self._before_late = self._completed = _latest.restored(self)
     if not self._is_made:
       self._late = _copies(store, store.keys())
       return
-    self._forget_loaded()
+    self._latest.forget()
     names = {key.rpartition(".")[0] for key in store.keys()}
     # A gate has counts alone.
-    has_averages = not self._rows and any(
+    has_averages = not self.rows and any(
         name in store.keys() for name in self._counts)
     known = {}
-    for name in self._rows:
+    for name in self.rows:
       has_averages |= self._give(name, store, known)
     for name, (variable, count) in self._counts.items():
-      assign(variable, _of_file(name, variable, count, store)
+      _assign.assign(variable, _of_file(name, variable, count, store)
              if has_averages else count.value)
-    unread = names - set(map(self._name_in_files, self._rows))
+    unread = names - set(map(self.in_files_of, self.rows))
     self._late = _copies(store, [
         key for key in store.keys()
         if (name := key.rpartition(".")[0]) in unread
-        and name.endswith(OF_BATCH_NORM)])
+        and name.endswith(_latest.OF_BATCH_NORM)])
     _warn_unread(unread, "file")
 
   def _give(self, name, store, known):
@@ -685,41 +465,40 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     Args:
       name: The name.
       store: A mapping from keys to arrays.
-      known: As for `_owners_of`.
+      known: As for `owners_of`.
     """
-    in_files, found = self._name_in_files(name), {}
+    in_files, found = self.in_files_of(name), {}
     get = lambda j: store[f"{in_files}.{j}"]
     if any(key.rpartition(".")[0] == in_files for key in store.keys()):
       if f"{in_files}.{_OWNERS}" in store.keys():
         [saved] = _owners.from_array(get(_OWNERS)).values()
-        ours = self._owners_of(name, known, "file")
+        ours = self.owners_of(name, known, "file")
         found = _owners.match(ours, saved, lambda i: False)
-        loaded = _Loaded("file", saved, get)
-        self._note(name, ours, found, loaded)
+        loaded = _latest.Loaded("file", saved, get)
+        self._latest.note(name, ours, found, loaded)
         if any(not _owners.may_fit(owner, saved) for i, owner in ours.items()
                if i not in found):
-          self._warn(name, ours, loaded, found)
+          self._latest.warn(name, ours, loaded, found)
       else:
         found = self._by_index(name, in_files, store)
     anew = []
-    for i, pair in self._by_index_of(name).items():
-      if i in found and not _is_merged(pair[1]):
-        _load(*pair, get(found[i]))
-        self._set.add(id(pair[0]))
+    for i, pair in self.rows[name].items():
+      if i in found and not _latest.is_merged(pair[1]):
+        _assign.load(*pair, get(found[i]))
+        self.set_averages.add(id(pair[0]))
       else:
         anew.append(pair)
-    self._begin_anew(anew)
+    self._latest.begin_anew(anew)
     return bool(found)
 
   def _by_index(self, name, in_files, store):
     """As `_owners.match`, for a file of earlier versions."""
-    row = self._rows[name]
+    row = self.rows[name]
     found = [key for key in store.keys() if key.rpartition(".")[0] == in_files]
     fits = len(found) == len(row) and all(
-        f"{in_files}.{i}" in store.keys() for i in self._indices[name])
+        f"{in_files}.{i}" in store.keys() for i in row)
     shapes = [(tuple(average.shape), tuple(store[f"{in_files}.{i}"].shape))
-              for i, (average, _) in zip(self._indices[name], row)
-              if fits]
+              for i, (average, _) in row.items() if fits]
     if not fits or any(a != b for a, b in shapes):
       got = (f"shapes {[b for _, b in shapes]}" if fits else f"{len(found)}" + (
           " of other variables" if len(found) == len(row) else ""))
@@ -727,12 +506,12 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           f"The file must have {len(row)} averages named '{in_files}' like the "
           f"optimizer, got {got}. They start at the values of their variables.")
       return {}
-    return {i: i for i in self._indices[name]}
+    return {i: i for i in row}
 
   def note_weights(self, steps, variables):
     """Notes the values of variables, after a number of steps."""
-    self._noted = (steps, _restored(self)), {
-        id(v): _owner(v).checksum for v in variables}
+    self._noted = (steps, _latest.restored(self)), {
+        id(v): _latest.owner_of(v).checksum for v in variables}
 
   def set_since(self, steps, variables):
     """The first of some variables that was set since `note_weights`, or None.
@@ -741,58 +520,19 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     or seeded, there is none.
     """
     (when, checksums), self._noted = self._noted or (None, {}), None
-    if when == (steps, _restored(self)):
+    if when == (steps, _latest.restored(self)):
       for v in variables:
-        if id(v) in checksums and _owner(v).checksum != checksums[id(v)]:
+        if id(v) in checksums and (
+            _latest.owner_of(v).checksum != checksums[id(v)]):
           return v
     return None
-
-  def is_swapped_in(self):
-    """Whether averages are in place of their variables."""
-    return self._swapped_in is not None
-
-  def refuse_swapped_in(self, what, instead=""):
-    """Raises an error while averages are in place.
-
-    Args:
-      what: The name of the method that was called.
-      instead: What else to do than to leave the block first.
-    """
-    if self.is_swapped_in():
-      raise RuntimeError(
-          f"{what}() must not be called inside averaged_weights(): the "
-          "averages are in place of the weights. Leave the `with` block first"
-          f"{instead}.")
-
-  def swap_in(self, pairs, more=(), saved=lambda swapped_in: (),
-              must_stay=False):
-    """Puts averages in place of their variables.
-
-    Args:
-      pairs: (variable, average) pairs.
-      more: Other variables that are to have no value meanwhile.
-      saved: A function of the `_swap.SwappedIn`: (average, value) pairs of
-        averages that a file gets with another value than their own. Only a
-        file that is written in the block computes them.
-      must_stay: Whether nobody may change the variables meanwhile.
-    """
-    self._saved = saved
-    self._swapped_in = _swap.SwappedIn(pairs, [value_of(self.place), *more],
-                                       must_stay)
-
-  def swap_out(self):
-    """Undoes `swap_in`."""
-    try:
-      self._swapped_in.swap_out()
-    finally:
-      self._swapped_in, self._saved = None, lambda swapped_in: ()
 
 
 def _warn_unread(names, source):
   """Warns of names of averages in a file that the optimizer lacks."""
   # Counts have no number, and so no name here.
   names = sorted(name for name in names
-                 if name and not name.endswith(OF_BATCH_NORM))
+                 if name and not name.endswith(_latest.OF_BATCH_NORM))
   if names:
     warnings.warn(
         f"The {source} has averages named {', '.join(map(repr, names))}, which "
@@ -823,42 +563,6 @@ def _of_file(name, variable, count, store):
   return count.value
 
 
-class InBlock(typing.NamedTuple):
-  """A variable in a state tree that is made in `averaged_weights`.
-
-  Attributes:
-    path: Its path.
-    value: Its value: an array.
-  """
-  path: str
-  value: typing.Any
-
-  def numpy(self):
-    return self.value
-
-  def assign(self, value):
-    raise RuntimeError(
-        f"'{self.path}' must not be assigned inside averaged_weights(): the "
-        "averages are in place of the weights. Leave the `with` block first.")
-
-
-class _Loaded(typing.NamedTuple):
-  """What a file had of the averages of a name.
-
-  Attributes:
-    source: "file" or "checkpoint".
-    saved: {index: `_owners.Owner`} in it.
-    values: A function of these indices, or a dict, that gives the averages.
-    found: {index of an average: index in the file} of those that were taken.
-    sure: The indices of those whose variable had the value of the file.
-  """
-  source: str
-  saved: dict
-  values: typing.Any
-  found: typing.Any = None
-  sure: typing.Any = None
-
-
 class _Copy(trackable.Trackable):
   """What an asynchronous checkpoint has of a State."""
 
@@ -867,68 +571,3 @@ class _Copy(trackable.Trackable):
 
   def _serialize_to_tensors(self):
     return self._tensors
-
-
-def _owner(variable):
-  """The `_owners.Owner` that a variable is now."""
-  value = _replicas.values(value_of(variable))[0]
-  has_value = not _in_place.has_no_value(value) and value.is_initialized()
-  return _owners.Owner.of(path_of(variable), value,
-                          value.numpy() if has_value else None)
-
-
-def _is_merged(variable):
-  """Whether Keras's files lack a variable, which is merged into another one."""
-  return path_of(variable).rpartition("/")[2] in _MERGED
-
-
-def _listed(paths):
-  return f"'{paths[0]}'" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-
-
-def _restored(x):
-  """The number of the latest checkpoint that was restored into an object."""
-  x._maybe_initialize_trackable()
-  return x._update_uid
-
-
-def _load(average, variable, value):
-  """Assigns an average its value from a file, or seeds it.
-
-  A value of another shape belongs to another variable; Keras has reported it.
-  """
-  if value is not None and tuple(value.shape) == tuple(average.shape):
-    for s in _replicas.values(value_of(average)):
-      _assign(s, tf.cast(value, s.dtype))
-  else:
-    seed(average, variable)
-
-
-def assign_all(pairs):
-  """Assigns averages to their variables: (variable, average) pairs."""
-  pairs = _replicas.components([(value_of(v), value_of(s)) for v, s in pairs])
-  # For all averages of the variables, not only these.
-  _lazy.settle([v for v, _ in pairs])
-  for v, s in pairs:
-    v.assign(tf.cast(s, v.dtype))
-
-
-def seed(average, variable):
-  """Sets an average to its variable, or to its number `starts_at`."""
-  start = getattr(average, "starts_at", None)
-  for s, v in _replicas.components([(value_of(average), value_of(variable))]):
-    _assign(s, tf.cast(v, s.dtype) if start is None else start)
-
-
-def _assign(average, value):
-  """Assigns as this package, and not a user, does."""
-  if isinstance(average, _lazy.LazyAverage):
-    _lazy.LazyAverage.assign(average, value)
-  else:
-    average.assign(value)
-
-
-def assign(variable, number):
-  # In a replica, a variable of all replicas cannot be assigned.
-  for v in _replicas.values(variable.value):
-    v.assign(number)

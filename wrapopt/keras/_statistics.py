@@ -1,148 +1,137 @@
-"""The base class of the Keras wrappers that average moving statistics."""
+"""Averages of moving statistics of the batch normalizations of a model."""
 
-from typing import Any
 import weakref
 
-import keras
 import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt._averages import _chosen as _functions
 from wrapopt._averages import _replicas
-from wrapopt.keras import _averaging
 from wrapopt.keras import _chosen
-from wrapopt.keras import _state
+from wrapopt.keras import _latest
 from wrapopt.keras import batch_norm
 from wrapopt.keras._variables import path_of
 
 
-class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
-  """A wrapper that also averages statistics of batch normalizations."""
+class Statistics:
+  """The averages of statistics that an optimizer keeps.
 
-  # (variables, rows), of the model that it knows.
-  _of_batch_norm: Any = ()
+  Attributes:
+    variables: The statistics, once their averages are made: a list.
+    rows: For each decay, {key of a statistic: its average}.
+  """
 
-  def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates,
-               variables, average_batch_norm):
-    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
-                     variables)
-    # In an object that neither Keras nor TensorFlow tracks.
-    self._untracked.average_batch_norm = average_batch_norm
-    self.averages_batch_norm = callable(average_batch_norm) or _checks.boolean(
-        "average_batch_norm", average_batch_norm)
-    self._untracked.model = None
-
-  def _make_rows(self, variables, suffix=""):
-    """Makes averages of variables.
+  def __init__(self, optimizer, average_batch_norm, make_rows):
+    """Makes no average yet.
 
     Args:
-      variables: {index: variable}, see `_state.State.add`.
-      suffix: The end of their names.
-
-    Returns:
-      Rows, one for each decay.
+      optimizer: The wrapper.
+      average_batch_norm: True, or a function of a layer.
+      make_rows: A function of {index: variable}, as in `_state.State.add`, that
+        returns `rows`.
     """
-    raise NotImplementedError
+    self._optimizer, self._make_rows = optimizer, make_rows
+    self._chosen = average_batch_norm
+    self._model = lambda: None  # A weak reference.
+    self.variables, self.rows = [], []
 
-  def set_model(self, model: keras.Model) -> None:
-    """Sets the model, for `average_batch_norm`.
+  def knows_model(self):
+    """Whether `set_model` was called."""
+    return isinstance(self._model, weakref.ref)
 
-    For custom training loops: in `fit`, `EvaluateWithAverages` calls it.
-
-    Args:
-      model: The model that the optimizer trains.
-
-    Raises:
-      TypeError: If `model` is not a Keras model.
-      ValueError: If the statistics of another model are averaged already, and
-        `model` has more of them.
-    """
-    super().set_model(model)
-    if not (self.built and self._of_batch_norm):
-      self._untracked.model = weakref.ref(model)
-      return
-    _, rows = self._of_batch_norm
-    for v in self._statistics_of(model).values():
-      if self._var_key(v) not in rows[0]:
+  def set_model(self, model):
+    """Sets the model, or checks that it has no more statistics than before."""
+    if not self.rows:
+      self._model = weakref.ref(model)
+    for v in self._of(model).values() if self.rows else ():
+      if self._optimizer._var_key(v) not in self.rows[0]:
         raise ValueError(
             "A MovingAverage with average_batch_norm=True must know the whole "
             f"model before averages of its statistics are made, got the model "
             f"'{model.name}' later, whose '{path_of(v)}' has no "
             "average. Call set_model(model) first.")
 
-  def _statistics(self):
-    """(variables, rows of averages) of batch normalizations."""
-    if not self.averages_batch_norm:
-      return [], [{} for _ in self._rows]
-    if not self._of_batch_norm:
-      model = self._untracked.model and self._untracked.model()
-      if model is None:
-        raise RuntimeError(
-            "With average_batch_norm=True the optimizer must know the model, "
-            "got none. Pass fit() the callback EvaluateWithAverages, or call "
-            "set_model(model).")
-      variables = self._statistics_of(model)
-      with tf.init_scope(), self._distribution_strategy.scope():
-        rows = self._make_rows(variables, _state.OF_BATCH_NORM)
-        self._state.take_late(_state.OF_BATCH_NORM)
-      self._of_batch_norm = list(variables.values()), rows
-    return self._of_batch_norm
+  def make(self):
+    """Makes the averages, if they are not made."""
+    if self.rows:
+      return
+    model = self._model()
+    if model is None:
+      raise RuntimeError(
+          "With average_batch_norm=True the optimizer must know the model, "
+          "got none. Pass fit() the callback EvaluateWithAverages, or call "
+          "set_model(model).")
+    variables, state = self._of(model), self._optimizer._store.state
+    with tf.init_scope(), self._optimizer._distribution_strategy.scope():
+      rows = self._make_rows(variables)
+      state.take_late(_latest.OF_BATCH_NORM)
+    self.variables, self.rows = list(variables.values()), rows
 
-  def _statistics_of(self, model):
+  def _of(self, model):
     """As `batch_norm.averaged_statistics`, of those that are averaged."""
-    chosen = self._untracked.average_batch_norm
-    trained = set(map(self._var_key, self._trainable_variables))
+    optimizer, chosen = self._optimizer, self._chosen
+    trained = set(map(optimizer._var_key, optimizer._trainable_variables))
 
     def averages(layer):
       if callable(chosen):
         return _functions.answer(chosen, layer, layer.name,
                                  "average_batch_norm")
       return batch_norm.is_trained(layer, model,
-                                   lambda v: self._var_key(v) in trained)
+                                   lambda v: optimizer._var_key(v) in trained)
 
     found = batch_norm.averaged_statistics(model, averages)
     if callable(chosen) and not found and batch_norm.statistics(model):
       raise ValueError(
-          f"`average_batch_norm` of a {type(self).__name__} must select at "
-          f"least one layer, got False for all in '{model.name}'. False, and "
+          f"`average_batch_norm` of a {type(optimizer).__name__} must select at"
+          f" least one layer, got False for all in '{model.name}'. False, and "
           "no function, averages none.")
     return found
 
-  def _make_late_averages(self):
-    model = self._untracked.model and self._untracked.model()
+  def make_if_known(self):
+    """Makes the averages that the first step would make, if it can."""
+    model = self._model()
     # Else some of the model's statistics may be made later.
-    if self.built and model and all(
+    if self._optimizer.built and model and all(
         layer.built for layer in model._flatten_layers()):
-      self._statistics()
+      self.make()
 
-  def _prepare_averages(self, keys):
+  def prepare(self):
+    """Prepares the averages for a step, when it is taken or traced."""
     # Averages must be there to begin. Those of all replicas are made together.
-    if (_replicas.share_steps() and self.averages_batch_norm and
-        not self._of_batch_norm):
-      _replicas.merged(self._statistics)()
-    self._statistics()
+    if not self.rows:
+      _replicas.merged(self.make)()
     if tf.executing_eagerly():
-      self._state.keep_statistics()
-    super()._prepare_averages(keys)
+      self._optimizer._store.state.keep_statistics()
 
-  def _batch_norm_pairs(self, step):
-    """(variable, average) pairs of each replica: a list for each decay."""
-    variables, rows = self._statistics()
+  def pairs(self, decay_number, model=None):
+    """(variable, average) pairs of a decay: a list.
+
+    Args:
+      decay_number: The number of the decay.
+      model: A model that must have the variables, or None.
+    """
+    self.make()
+    key, row = self._optimizer._var_key, self.rows[decay_number]
+    its = row if model is None else set(map(key, batch_norm.statistics(model)))
+    return [(v, row[key(v)]) for v in self.variables if key(v) in its]
+
+  def moved_pairs(self, step, decay_number):
+    """Those of each replica that a Step moves."""
+    key = self._optimizer._var_key
     # One of the steps of a MultiOptimizer updates the statistics.
-    first = self._var_key(self._trainable_variables[0])
-    if all(key != first for _, key in step.trained):
-      variables = []
-    return [_replicas.components((v.value, row[self._var_key(v)].value)
-                                 for v in variables) for row in rows]
+    first = key(self._optimizer._trainable_variables[0])
+    return [] if all(part != first for _, part in step.trained) else (
+        _replicas.components((v.value, s.value)
+                             for v, s in self.pairs(decay_number)))
 
-  def _finalized(self, var_list):
-    variables, rows = self._statistics()
-    return super()._finalized(var_list) + [
-        (v, rows[0][self._var_key(v)]) for v in variables]
-
-  def _config_of_batch_norm(self):
+  def config(self):
     """The argument `average_batch_norm` in a configuration."""
-    chosen = self._untracked.average_batch_norm
     return _chosen.serialized_function(
-        chosen, "average_batch_norm", "True or False",
-        type(self).__name__) if callable(chosen) else self.averages_batch_norm
+        self._chosen, "average_batch_norm", "True or False",
+        type(self._optimizer).__name__) if callable(self._chosen) else True
+
+
+def checked(average_batch_norm):
+  """An argument `average_batch_norm`, checked."""
+  return (average_batch_norm if callable(average_batch_norm) else
+          _checks.boolean("average_batch_norm", average_batch_norm))

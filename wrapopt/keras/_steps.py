@@ -17,12 +17,12 @@ def followed(opt, wrappers):
   Args:
     opt: A `keras.optimizers.Optimizer`, which may hold others, like Keras's
       LossScaleOptimizer and MultiOptimizer.
-    wrappers: `_followers.Follower`s, the innermost first.
+    wrappers: Wrappers, the innermost first.
 
   Returns:
     A view.
   """
-  if isinstance(opt, _followers.Follower):
+  if _followers.is_wrapper(opt):
     return followed(opt.inner_optimizer, [opt, *wrappers])
   attributes = _attributes_with_optimizers(opt)
   if attributes:
@@ -99,7 +99,7 @@ def within(opt):
 
 def optimizers_in(opt):
   """The optimizers that an optimizer holds directly: a list."""
-  if isinstance(opt, _followers.Follower):
+  if _followers.is_wrapper(opt):
     return [opt.inner_optimizer]
   return [x for xs in _attributes_with_optimizers(opt).values()
           for x in tf.nest.flatten(xs)]

@@ -1,4 +1,4 @@
-"""The base classes of the wrappers of Keras optimizers."""
+"""The base class of the wrappers of Keras optimizers."""
 
 from collections.abc import Sequence
 import contextlib
@@ -8,36 +8,46 @@ from typing import Any, Optional
 
 import keras
 from keras.src import backend
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 
 from wrapopt import _checks
 from wrapopt import _composition
-from wrapopt import _types
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt._averages import _unwritable
-from wrapopt.keras import _average
-from wrapopt.keras import _beginning
-from wrapopt.keras import _followers
 from wrapopt.keras import _methods
 from wrapopt.keras import _of_inner
 from wrapopt.keras import _rules
-from wrapopt.keras import _state
 from wrapopt.keras import _steps
+from wrapopt.keras import _store
 from wrapopt.keras._variables import path_of, value_of
 
 
-class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
-                       keras.optimizers.Optimizer, _followers.Follower):
+class WrapperOptimizer(keras.optimizers.Optimizer):
   """A Keras optimizer around another one, with averages of the weights.
 
   Learning rate, count of steps, clipping, accumulation, weight decay and loss
   scaling are the inner optimizer's. When saved or restored, the wrapper has the
   structure of the inner optimizer, plus the averages.
+
+  Attributes:
+    changes_weights: Whether `_follow` may change weights that the step did not.
+      It then calls the step's `constrain`.
+    in_pass: Whether its work is done in the pass of a step that is one op.
+    is_gate: Whether `_admit` decides which steps are taken. It does not follow
+      them.
+    sum_duplicates: The argument of the wrapper.
   """
+
+  changes_weights = False
+  in_pass = False
+  is_gate = False
+
+  # The `_averaging.Averages` that replace the weights, or None. Its class
+  # lists the public methods of these.
+  _averages: Any = None
 
   # TensorFlow tracks the inner optimizer instead, see `_trackable_children`.
   _self_setattr_tracking = False
@@ -67,15 +77,11 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     self._untrack_variable(self._iterations)
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow tracks.
-    self._untracked = _Untracked(optimizer)
-    self._untracked.refusal = _unwritable.Refusal(self._check_writable)
+    self._untracked = _Untracked(optimizer, _unwritable.Refusal(
+        self._check_writable))
     _methods.check(self, self._optimizers())
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
-    # Keras saves the state under the name of its class.
-    kind = type(self).__name__
-    self._state = type(f"{kind}Averages", (_state.State,), {})(
-        f"wrapopt_{kind}", self._seed_unbegun,
-        lambda: [steps_of(opt) for opt in _steps.innermost(self)])
+    self._store = _store.Store(self)
 
   @property
   def inner_optimizer(self) -> keras.optimizers.Optimizer:
@@ -92,6 +98,132 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     # Keras saves what `dir` lists: the inner optimizer would be in files twice.
     return [name for name in super().__dir__() if name != "inner_optimizer"]
 
+  # Keras's attributes and methods of an optimizer
+
+  @property
+  def iterations(self):
+    return self.inner_optimizer.iterations
+
+  @property
+  def learning_rate(self):
+    return self.inner_optimizer.learning_rate
+
+  @learning_rate.setter
+  def learning_rate(self, learning_rate):
+    self.inner_optimizer.learning_rate = learning_rate
+
+  weight_decay = _of_inner.forwarded("weight_decay")
+  clipnorm = _of_inner.forwarded("clipnorm")
+  global_clipnorm = _of_inner.forwarded("global_clipnorm")
+  clipvalue = _of_inner.forwarded("clipvalue")
+  gradient_accumulation_steps = _of_inner.forwarded(
+      "gradient_accumulation_steps")
+
+  @property
+  def use_ema(self):
+    """Whether an optimizer inside keeps Keras's own averages."""
+    if not _of_inner.is_made(self):
+      return False
+    if _of_inner.is_asked_by_swap_ema_weights():
+      # It asks each optimizer of a MultiOptimizer around this; after a False,
+      # the next one.
+      for wrapper in self._wrappers():
+        wrapper._refuse_swap_ema_weights()
+    return any(opt.use_ema for opt in _steps.innermost(self))
+
+  @use_ema.setter
+  def use_ema(self, value):
+    if _of_inner.is_made(self):  # Else, Keras's constructor sets it.
+      raise AttributeError(
+          f"`use_ema` of a {type(self).__qualname__} must not be set, got "
+          f"{value!r}. Pass it to the optimizer inside.")
+
+  @property
+  def loss_scale_factor(self):
+    if not _of_inner.is_made(self):
+      return None
+    scaling = self._loss_scaling()
+    if scaling is None:
+      return self.inner_optimizer.loss_scale_factor
+    return scaling.dynamic_scale if scaling.built else scaling.initial_scale
+
+  @loss_scale_factor.setter
+  def loss_scale_factor(self, factor):
+    if not _of_inner.is_made(self):
+      return
+    # A LossScaleOptimizer of Keras sets it in its inner optimizer.
+    if self._loss_scaling() is not None:
+      raise ValueError(
+          f"`loss_scale_factor` of a {type(self).__qualname__} around a "
+          "LossScaleOptimizer must not be set, neither by the user nor by "
+          "another LossScaleOptimizer around it: gradients would be unscaled "
+          "twice. Pass auto_scale_loss=False to compile(), which otherwise "
+          "wraps the optimizer of a mixed_float16 model in one.")
+    self.inner_optimizer.loss_scale_factor = factor
+
+  def _loss_scaling(self):
+    """The LossScaleOptimizer inside, or None."""
+    return next((x for x in _steps.within(self)
+                 if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
+
+  def scale_loss(self, loss):
+    return self.inner_optimizer.scale_loss(loss)
+
+  def exclude_from_weight_decay(self, var_list=None, var_names=None):
+    # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
+    for opt in _steps.innermost(self):
+      opt.exclude_from_weight_decay(var_list, var_names)
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Sets variables to their averages, as Keras does at the end of `fit`.
+
+    With `keep_raw_weights`, and if no average replaces weights, they keep their
+    values.
+
+    Args:
+      var_list: Variables that the optimizer was built with.
+
+    Raises:
+      RuntimeError: Without `keep_raw_weights`, if the averages are in place of
+        the weights, or a variable that has an average has left its layer. Then,
+        no variable is set.
+    """
+    averages = self._averages if self.built else None
+    if averages is not None:
+      averages.before_end()
+    self.inner_optimizer.finalize_variable_values(var_list)
+    if averages is not None:
+      averages.end(var_list)
+
+  @property
+  def _model_variables_moving_average(self):
+    """Averages of `use_ema`, which Keras's callback SwapEMAWeights reads."""
+    for wrapper in self._wrappers():
+      wrapper._refuse_swap_ema_weights()
+    averages = {
+        opt._var_key(v): average for opt in _steps.innermost(self)
+        if opt.use_ema and opt.built for v, average in zip(
+            opt._trainable_variables, opt._model_variables_moving_average)}
+    keys = list(map(self._var_key, self._trainable_variables))
+    if not averages:  # As in an optimizer of Keras without use_ema.
+      raise AttributeError("_model_variables_moving_average")
+    if any(key not in averages for key in keys):
+      raise ValueError(
+          f"SwapEMAWeights must not be used with a {type(self).__qualname__} "
+          "around several optimizers of which only some have use_ema=True. "
+          "Pass it to all of them, or use wrapopt.keras.MovingAverage and "
+          "EvaluateWithAverages() instead.")
+    return [averages[key] for key in keys]
+
+  def _refuse_swap_ema_weights(self):
+    """Raises an error if an evaluation should not use those of `use_ema`."""
+    if self._averages is not None:
+      name = type(self).__name__
+      raise ValueError(
+          f"SwapEMAWeights must not be used with a {name}: it exchanges "
+          f"averages of Keras's use_ema, not those of {name}. Use "
+          "wrapopt.keras.EvaluateWithAverages() instead.")
+
   # Steps
 
   @property
@@ -101,7 +233,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     Even if True, the inner optimizer takes the step in a CentralStorageStrategy
     and in a TPUStrategy.
     """
-    return all(map(_rules.has_rule, map(type, _steps.innermost(self))))
+    return all(map(self._has_op, _steps.innermost(self)))
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
@@ -126,125 +258,126 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
             "strategy, and pass its `variables`, one on each server.")
     self._check_variables(variables)
     if not inner.built:
-      with backend.name_scope(inner.name, caller=inner):
+      with backend.name_scope(inner.name, caller=inner), self._building():
         inner.build(variables)
       inner.built = True
     self.__dict__.update(
         _trainable_variables=variables, built=True,
         _trainable_variables_indices={
             self._var_key(v): i for i, v in enumerate(variables)})
-    self._untracked.without_gradient = set(map(self._var_key, variables))
+    self._store.without_gradient = set(map(self._var_key, variables))
     # After the build, in which Keras's MultiOptimizer makes its optimizers.
     self._untracked.followed = _steps.followed(inner, [self])
     # Variables are made eagerly, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
-      self._state.finish()
+      self._store.state.finish()
+      if self._averages is not None:
+        with _replicas.colocated(value_of(self._iterations)):
+          self._store.state.block.place = self.add_variable(
+              shape=(), dtype="int64", name="place", initializer="zeros")
 
   def _refuse_holders(self):
     """Raises an error if an optimizer inside holds others, in a cluster."""
     for x in _steps.within(self):
       if (any(_steps.optimizers_in(x)) and
-          not isinstance(x, _followers.Follower)):
+          not isinstance(x, WrapperOptimizer)):
         raise NotImplementedError(
             f"`optimizer` of {type(self).__name__} must not be or hold a "
             f"{type(x).__qualname__} in a ParameterServerStrategy: its own "
             "state would lose steps of workers. Wrap one optimizer.")
 
+  # What a wrapper defines: what it keeps, and what it does before and after a
+  # step. See _inner.py, which calls it.
+
+  @staticmethod
+  def _has_op(opt):
+    """Whether a native op takes the step of an optimizer inside."""
+    return _rules.has_rule(type(opt))
+
   def _check_variables(self, variables):
     """Raises an error for variables for which `_make_state` would fail."""
+    if self._averages is not None:
+      self._averages.check_variables(variables)
+
+  def _building(self):
+    """The context in which the inner optimizer is built."""
+    return contextlib.nullcontext()
 
   def _make_state(self, variables):
-    """Makes the variables of this wrapper.
+    """Makes the variables of this wrapper, in its `_store`.
 
-    If it makes averages, it also sets `_begun` to `_make_begun()`, and
-    `_follow` calls `_mark_begun`.
+    If it makes averages, it also calls the store's `make_begun`, and `_follow`
+    calls its `mark_begun`.
     """
     raise NotImplementedError
 
-  def _make_average(self, variable, name, dtype=None, i=None):
-    """Makes a variable that starts at the value of another one, if it has one.
+  def _settle(self):
+    """Brings up to date what is saved."""
+    self._store.seed_unbegun()
+
+  def _admit(self, iterations, grads_and_vars, token):
+    """Asks for the admission of a step.
 
     Args:
-      variable: A trained variable.
-      name: The kind of the new variable, such as "average".
-      dtype: Its dtype; by default that of `variable`.
-      i: As in `_state.State.add`.
+      iterations: The tf.Variable that counts the steps.
+      grads_and_vars: The gradients that are not None, and their tf.Variables.
+      token: As in `wrapopt.ops.staleness_gate`.
 
     Returns:
-      A `keras.Variable`.
+      An `_admission.Admitted`.
     """
-    value = value_of(variable)
-    dtype = dtype or value.dtype
-    path = path_of(variable)
-    has_value = bool(value.is_initialized())
-    with self._distribution_strategy.extended.colocate_vars_with(value):
-      average = self.add_variable(
-          shape=value.shape, dtype=tf.as_dtype(dtype).name,
-          initializer=((lambda shape, dtype: tf.cast(value, dtype))
-                       if has_value else "zeros"),
-          name=f"{path.replace('/', '_')}_{name}")
-    average = self._wrap_average(average, variable)
-    self._state.add(name, average, variable, i)
-    return average
+    raise NotImplementedError
 
-  def _wrap_average(self, average, variable):
-    """What stands for a new average, a `keras.Variable`, of a variable."""
-    del variable
-    return _average.Average.of(average)
+  def _take(self, step, inner, grads, variables, learning_rate):
+    """Takes a step itself, in place of the optimizer.
 
-  def _make_count(self, name, value, seeded=None, *, dtype="int64", near=None,
-                  **kwargs):
-    """Makes a variable that is saved and restored with the averages.
+    A wrapper that does so has no other around it or inside.
 
     Args:
-      name: Its name.
-      value: Its value at the start, and if a file lacks it.
-      seeded: Its value after averages are seeded; by default `value`.
-      dtype: Its dtype.
-      near: In a cluster, a tf.Variable on the server where it is made; by
-        default that of `iterations`.
-      **kwargs: `swapped_in`: a function that maps its value to the one that is
-        saved while averages are in place. `in_files`: a `_state.InFiles`.
+      step: A Step, which is about to be taken.
+      inner: The `_inner.Inner` of the optimizer.
+      grads: Gradients: tensors or `tf.IndexedSlices`.
+      variables: Their variables.
+      learning_rate: The learning rate of the step.
 
     Returns:
-      A `keras.Variable`.
+      Whether it has taken it.
     """
-    with _replicas.colocated(
-        value_of(self._iterations) if near is None else near):
-      count = self.add_variable(
-          shape=np.shape(value), dtype=dtype, name=name,
-          initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
-    _average.Kept.of(count)
-    self._state.add_count(name, count, _state.Count(
-        value, value if seeded is None else seeded, **kwargs))
-    return count
+    return False
 
-  def _make_counts(self, name, *args, in_files=None, **kwargs):
-    """Makes a count for each optimizer in `_parts`: a Row by their keys.
+  def _averages_of(self, step):
+    """The averages to update in the pass of the step, or None.
 
     Args:
-      name: The name of the first one.
-      *args: Arguments of `_make_count`.
-      in_files: None, or a function of an optimizer and the end of its count's
-        name that returns a `_state.InFiles`.
-      **kwargs: Further ones.
-    """
-    ends = ["", *(f"_{i}" for i in range(1, len(self._parts())))]
-    return _state.Row({
-        key: self._make_count(
-            name + end, *args, in_files=in_files and in_files(opt, end),
-            **kwargs)
-        for (key, opt), end in zip(self._parts().items(), ends)})
+      step: A Step, which is about to be taken. Only the averages that this
+        returns may lag behind after it.
 
-  def _parts(self):
-    """{`Step.part`: optimizer} of the optimizers inside that take steps.
-
-    There are several in a MultiOptimizer. One that trains nothing takes none.
+    Returns:
+      Rows of averages, one for each decay, and the decays. A variable that
+      is not averaged has None in each row.
     """
-    return {opt._var_key(opt._trainable_variables[0]): opt
-            for opt in _steps.innermost(self)
-            if opt.built and opt._trainable_variables}
+
+  def _ahead(self):
+    """Reads what the wrapper needs before Keras counts a step."""
+
+  def _note_update(self):
+    """Notes that the averages of `_averages_of` have been updated."""
+
+  def _follow(self, step):
+    """Does the work of this wrapper after a step.
+
+    Args:
+      step: A Step, which was taken.
+    """
+    raise NotImplementedError
+
+  def _averageable(self, variables):
+    """Those of some variables that may have an average: a list."""
+    return [v for v in variables
+            if not self._overwrite_variable_with_gradient(v)]
+
+  # A step
 
   @ops.not_converted
   def apply(
@@ -283,8 +416,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     if any(w.is_gate for w in wrappers):
       preparing = _first_steps
       if tf.executing_eagerly() and any(
-          not w.built or w._untracked.marks and not w._untracked.is_marked
-          for w in wrappers):
+          not w.built or w._store.may_begin() for w in wrappers):
         taking = _first_steps
     with taking:
       with preparing:
@@ -304,12 +436,12 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
       # A MultiOptimizer has made its optimizers now.
       wrappers = self._wrappers()
     keys = set()
-    if any(w._untracked.without_gradient for w in wrappers):
+    if any(w._store.without_gradient for w in wrappers):
       keys = {self._var_key(v) for g, v in zip(
           grads, trainable_variables or self._trainable_variables)
               if g is not None}
     for wrapper in wrappers:
-      wrapper._prepare_averages(keys)
+      wrapper._store.prepare(keys)
     # In a step that asks for admission, only that has to wait.
     return [] if _replicas.is_shared(value_of(self._iterations)) else (
         _check_in_place(wrappers))
@@ -337,16 +469,6 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
       self._untracked.followed.apply_gradients(grads_and_vars)
     return self.iterations
 
-  def _found(self, variable, *rows):
-    """The value of a variable in the first row that has it."""
-    for row in rows:
-      if self._var_key(variable) in row:
-        return row[self._var_key(variable)]
-    raise KeyError(
-        f"`variable` must be one that this {type(self).__name__} was built "
-        f"with, got '{path_of(variable)}'. A copy of a model has "
-        "variables of its own.")
-
   def _require_built(self, what):
     if not self.built:
       raise RuntimeError(
@@ -366,11 +488,9 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     inner = self.inner_optimizer.variables
     if not _of_inner.is_asked_for_all():
       return [*inner]
-    self._make_late_averages()
-    return [*inner, *self._state.variables()]
-
-  def _make_late_averages(self):
-    """Makes averages that the first step would make, if it can."""
+    if self._store.statistics is not None:
+      self._store.statistics.make_if_known()
+    return [*inner, *self._store.state.variables()]
 
   def set_weights(self, weights):
     """Sets `variables`, or those of the inner optimizer alone.
@@ -396,7 +516,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
   def averages_of_wrappers(self):
     """The objects with which Keras saves and loads the averages: a list."""
     # Keras does not look into `_untracked`: also those in its own optimizers.
-    return [wrapper._state for wrapper in reversed(self._wrappers())]
+    return [wrapper._store.state for wrapper in reversed(self._wrappers())]
 
   def _refuse_swapped_in(self, what, instead=""):
     _refuse_swapped_in(self._wrappers(), what, instead)
@@ -413,17 +533,20 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     return {**(self._untracked.refusal.children()
                if save_type == "checkpoint" else {}),
             **self.inner_optimizer._trackable_children(save_type, **kwargs),
-            self._state.name: self._state}
+            self._store.state.name: self._store.state}
 
   def _check_writable(self):
     """Raises an error if no checkpoint can hold this optimizer now."""
+    # No model that is loaded has the variables.
+    if self.built and self._averages is not None:
+      self._averages.check_left(None)
     # It would hold the two exchanged.
     self._refuse_swapped_in("tf.train.Checkpoint.write", _TO_A_FILE)
 
   def _lookup_dependency(self, name, *args, **kwargs):
-    if name == self._state.name:
+    if name == self._store.state.name:
       self._refuse_swapped_in("tf.train.Checkpoint.read")
-      return self._state
+      return self._store.state
     return self.inner_optimizer._lookup_dependency(name, *args, **kwargs)
 
   @property
@@ -435,15 +558,21 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
 
   def get_config(self) -> dict[str, Any]:
     inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-    return {"optimizer": inner, "name": self.name,
-            "sum_duplicates": self.sum_duplicates}
+    config = {"optimizer": inner, "name": self.name,
+              "sum_duplicates": self.sum_duplicates}
+    return config if self._averages is None else self._averages.config(config)
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
-    # A copy, because Keras modifies its argument.
-    optimizer = keras.saving.deserialize_keras_object(
-        copy.deepcopy(config["optimizer"]), custom_objects=custom_objects)
-    return cls(**{**config, "optimizer": optimizer})
+    def made(x):
+      if isinstance(x, (list, tuple)):
+        return [*map(made, x)]
+      # Optimizers, decays and functions. Keras modifies its argument.
+      return (keras.saving.deserialize_keras_object(
+          copy.deepcopy(x), custom_objects=custom_objects)
+              if isinstance(x, dict) and "class_name" in x else x)
+
+    return cls(**{name: made(x) for name, x in config.items()})
 
 
 def _wrappers_of(optimizers):
@@ -453,13 +582,13 @@ def _wrappers_of(optimizers):
 def _check_in_place(wrappers):
   """Operations that fail while averages of wrappers are in place."""
   return _swap.check([
-      value_of(wrapper._state.place) for wrapper in wrappers
-      if wrapper._state.place is not None])
+      value_of(wrapper._store.state.block.place) for wrapper in wrappers
+      if wrapper._store.state.block.place is not None])
 
 
 def _refuse_swapped_in(wrappers, what, instead=""):
   for wrapper in wrappers:
-    wrapper._state.refuse_swapped_in(what, instead)
+    wrapper._store.state.block.refuse(what, instead)
 
 
 # How averages get into a file.
@@ -477,25 +606,13 @@ def _no_rate():
 
 
 class _Untracked:
-  """An optimizer and, once it is built, its view."""
+  """The optimizer inside.
 
-  def __init__(self, optimizer):
-    self.optimizer, self.followed = optimizer, None
-    # Whether, in this process, the averages were settled for a step, and marked
-    # as begun.
-    self.is_seeded = self.is_marked = False
-    self.marks = False  # Whether a step marks the averages as begun.
-    # The keys of variables that had no gradient in this process. The average of
-    # one that is not frozen is its value, which the user's code may change.
-    self.without_gradient = set()
+  Attributes:
+    optimizer: It.
+    refusal: The `_unwritable.Refusal` of the wrapper.
+    followed: Its view, once it is built.
+  """
 
-
-def steps_of(opt):
-  """The number of steps that an optimizer has taken: an int."""
-  return int(tf.convert_to_tensor(opt.iterations))
-
-
-def float32_for_half(dtype):
-  """The dtype of averages: float32 for float16 and bfloat16, else `dtype`."""
-  dtype = tf.as_dtype(dtype)
-  return tf.float32 if dtype in _types.LOW_PRECISION else dtype
+  def __init__(self, optimizer, refusal):
+    self.optimizer, self.refusal, self.followed = optimizer, refusal, None

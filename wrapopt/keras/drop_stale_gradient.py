@@ -23,7 +23,6 @@ from wrapopt._gates import _staleness
 from wrapopt._types import Integer, Tensor
 from wrapopt.keras import _admission
 from wrapopt.keras import _followers
-from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras._variables import value_of
@@ -140,7 +139,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     self._untracked.records = _Records()
     for x in [self.inner_optimizer, *_steps.within(self)]:
       if (any(_steps.optimizers_in(x)) and
-          not isinstance(x, _followers.Follower)):
+          not _followers.is_wrapper(x)):
         raise ValueError(
             "`optimizer` of a DropStaleGradient must not be or hold an "
             "optimizer that holds others, whose steps would be admitted one by "
@@ -156,27 +155,23 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
 
   def _make_state(self, variables):
     # On the server of `iterations`.
-    self._stale_counter = self._make_count(
+    self._stale_counter = self._store.make_count(
         "stale_counter", 0.0, dtype="float32")
-    self._histogram = self._make_count(
+    self._histogram = self._store.make_count(
         "staleness_histogram", np.zeros([2, _staleness.BUCKETS], np.int64))
 
-    self._memory = {
-        name: _state.Row({
-            self._var_key(v): self._make_count(
+    self._untracked.memory = {
+        name: {
+            self._var_key(v): self._store.make_count(
                 f"{name}_{i}", np.zeros(v.shape, np.float32),
                 dtype=_compensation.computed_dtype(value_of(v).dtype).name,
                 near=value_of(v))
             for i, v in enumerate(variables)
-            if not self._overwrite_variable_with_gradient(v)})
+            if not self._overwrite_variable_with_gradient(v)}
         for name in (self._policy._states if self._compensates() else ())}
 
-  def _follow(self, step):
-    del step
-
-  def _seed_unbegun(self):
-    # Called before a file is saved.
-    super()._seed_unbegun()
+  def _settle(self):
+    super()._settle()
     self._take_aborted_back()
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
@@ -291,7 +286,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     return _compensation.Compensated(self._policy, found, {
         name: {id(v): value_of(row[self._var_key(v)])
                for _, v in grads_and_vars}
-        for name, row in self._memory.items()})
+        for name, row in self._untracked.memory.items()})
 
   def _recorded(self, iterations, grads):
     """The record of gradients: a tensor."""

@@ -19,6 +19,7 @@ from wrapopt.keras import _steps
 from wrapopt.keras import _swapped_function
 from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
+from wrapopt.keras import swa
 
 
 class EvaluateWithAverages(keras.callbacks.Callback):
@@ -233,7 +234,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     decays = found[0].decays() if self._decay == "all" else [self._decay]
     for x in found:
       for decay in decays:
-        x.check_decay(decay)
+        x._averages.index_of(decay)
     part = self._part_of(model)
     after = (_callback_after.CallbackAfter.all_after(self)
              if self._swap_on_epoch else [])
@@ -319,7 +320,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   def _check_batch_norm(self, model, found):
     """Raises an error or warns if statistics do not fit the averages."""
-    averages = any(optimizer.averages_batch_norm for optimizer in found)
+    averages = any(x._store.statistics is not None for x in found)
     if self._dataset is not None and averages:
       raise ValueError(
           "`recalibrate` must not be given if the optimizer averages the "
@@ -340,10 +341,10 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for x in self._averaging():
         if x.built:
-          stack.enter_context(x.swapped_in(
+          stack.enter_context(x._averages.in_place(
               part, self._decays[suffix], must_stay))
         else:  # Part of a MultiOptimizer may train nothing.
-          x.check_no_file_waits()
+          x._averages.check_no_file_waits()
       if self._dataset is not None:
         if suffix not in self._recalibrated:
           self._recalibrated[suffix] = self._recalibration.of(part)
@@ -377,7 +378,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._counts_batches = batches is None
     for optimizer in self._averaging():
       optimizer.set_model(self._trains[1])
-      optimizer.warn_of_set_weights(self._trains[1].variables)
+      optimizer._averages.warn_of_set_weights(
+          self._trains[1].variables)
     if batches is not None:
       self._check_batches(batches)
     self._call("on_train_begin", logs)
@@ -386,7 +388,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     # Another optimizer may take any number of steps in a batch.
     for optimizer in self._averaging() if self._optimizer is None else ():
       for x in [optimizer, *_steps.within(optimizer)]:
-        if isinstance(x, _averaging.AveragingOptimizer):
+        if isinstance(x, swa.SWA):
           x.check_batches_per_epoch(batches, fewer)
 
   def on_train_end(self, logs=None):
@@ -399,7 +401,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     if found:
       if self._decay is not None:  # The first is in place.
         for optimizer in found:
-          optimizer.assign_averages(part, self._decays[""])
+          optimizer._averages.assign(part, self._decays[""])
       if self._dataset is not None:
         (self._recalibrated.get("") or self._recalibration.of(part)).assign()
     self._end(self._callbacks, logs)
@@ -409,12 +411,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for optimizer in self._averaging() if callbacks else ():
         if optimizer.built and not optimizer.keeps_raw_weights:
-          stack.enter_context(optimizer._adopting(self._trains[1]))
+          stack.enter_context(optimizer._averages.adopting(
+              self._trains[1]))
       for callback in callbacks:
         callback.on_train_end(logs)
     for optimizer in self._averaging():
       if optimizer.built and not optimizer.keeps_raw_weights:
-        optimizer.note_weights(self._trains[1].variables)
+        optimizer._averages.note_weights(self._trains[1].variables)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)

@@ -8,7 +8,7 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _partial
 from wrapopt.keras import _followers
-from wrapopt.keras import _state
+from wrapopt.keras import _store
 from wrapopt.keras import _wrapper
 from wrapopt.keras._variables import value_of
 
@@ -82,14 +82,13 @@ class Lookahead(_wrapper.WrapperOptimizer):
     self._slow_step_size = slow_step_size
 
   def _make_state(self, variables):
-    self._slow = _state.Row({
-        self._var_key(v): self._make_average(
-            v, "slow", _wrapper.float32_for_half(v.dtype))
-        for v in variables if not self._overwrite_variable_with_gradient(v)})
-    for v in variables:
-      if self._var_key(v) in self._slow:
-        _partial.note(*map(value_of, (v, self._slow[self._var_key(v)])))
-    self._begun = self._make_begun()
+    slow = self._store.make_row(
+        "slow", dict(enumerate(self._averageable(variables))),
+        _store.float32_for_half)
+    for v in self._averageable(variables):
+      _partial.note(*map(value_of, (v, slow[self._var_key(v)])))
+    self._store.rows = [slow]
+    self._store.make_begun()
 
   def slow_weights(self, variable: keras.Variable) -> Any:
     """The slow weights of a variable.
@@ -105,8 +104,8 @@ class Lookahead(_wrapper.WrapperOptimizer):
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("slow_weights")
-    self._seed_unbegun()
-    return self._found(variable, self._slow)
+    self._store.seed_unbegun()
+    return self._store.found(variable, *self._store.rows)
 
   def seed_slow_weights(self) -> None:
     """Sets all slow weights to their variables' current values.
@@ -119,11 +118,11 @@ class Lookahead(_wrapper.WrapperOptimizer):
     """
     self._require_built("seed_slow_weights")
     self._refuse_swapped_in("seed_slow_weights")
-    self._state.seed()
+    self._store.state.seed()
 
   def _follow(self, step):
-    self._mark_begun()
-    fast, slow = map(list, zip(*step.moved_pairs(self._slow)))
+    self._store.mark_begun()
+    fast, slow = map(list, zip(*step.moved_pairs(self._store.rows[0])))
 
     def sync():
       ops.averaging_assign([slow, fast], [slow, fast],

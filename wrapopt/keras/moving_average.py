@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
+import functools
 import numbers
 from typing import Any, Optional, Union
 
@@ -18,14 +19,16 @@ from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
-from wrapopt._averages import _replicas
-from wrapopt.keras import _bias_corrected
+from wrapopt.keras import _average
+from wrapopt.keras import _averaging
+from wrapopt.keras import _first_step
+from wrapopt.keras import _latest
 from wrapopt.keras import _lazy_average
 from wrapopt.keras import _rules
-from wrapopt.keras import _state
+from wrapopt.keras import _statistics
 from wrapopt.keras import _steps
+from wrapopt.keras import _store
 from wrapopt.keras import _wrapper
-from wrapopt.keras import batch_norm
 from wrapopt.keras._variables import path_of, value_of
 
 # Configurations hold them.
@@ -34,7 +37,7 @@ for _cls in _decay.BEMA, _decay.HalfLife, _decay.PowerDecay:
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
+class MovingAverage(_wrapper.WrapperOptimizer):
   """Keeps exponential moving averages of the weights that it trains.
 
   After each step of the inner optimizer that changes weights, the average `s`
@@ -187,8 +190,8 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
         inside ends `fit` with its own averages. In `build`, if `variables`
         selects nothing, or lists anything that the optimizer does not train.
     """
-    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
-                     variables, average_batch_norm)
+    super().__init__(optimizer, name, sum_duplicates)
+    average_batch_norm = _statistics.checked(average_batch_norm)
     self._lazy = _may_be_lazy.checked_argument(lazy)
     decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
@@ -198,65 +201,34 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
           f"BEMA, or a sequence of these, got {average_decay!r}.")
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
-    start_step = _checks.integer("start_step", start_step, 0)
-    self._update_every = _checks.integer("update_every", update_every, 1)
-    self._set_decays(decays, start_step, self._update_every)
     self._num_updates = num_updates
-    self._start_step = start_step
+    self._start_step = _checks.integer("start_step", start_step, 0)
+    self._update_every = _checks.integer("update_every", update_every, 1)
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
     self._shadow_dtype = _checked_dtype(shadow_dtype)
+    self._first = _first_step.FirstStep(self._store, start_step, update_every)
+    self._averages = _averaging.Averages(
+        self, keep_raw_weights, variables, decays, start_step=start_step,
+        update_every=update_every, steps_now=self._first.steps_now)
+    if average_batch_norm:
+      self._store.statistics = _statistics.Statistics(
+          self, average_batch_norm, functools.partial(
+              self._make_rows, suffix=_latest.OF_BATCH_NORM))
 
   def _check_variables(self, variables):
-    for v in self._candidates(variables).values():
-      allowed = {tf.as_dtype(v.dtype).name,
-                 _wrapper.float32_for_half(v.dtype).name}
+    for v in self._averages.candidates(variables).values():
+      allowed = {tf.as_dtype(v.dtype).name, _store.float32_for_half(v).name}
       if self._shadow_dtype and self._shadow_dtype.name not in allowed:
         raise ValueError(
             f"`shadow_dtype` must be {' or '.join(sorted(allowed))}, got "
             f"{self._shadow_dtype.name}, for '{path_of(v)}'.")
 
   def _make_state(self, variables):
-    self._rows = self._make_rows(self._candidates(variables))
-    self._begun = self._make_begun()
-    self._first = (
-        self._make_counts("first_average_step", self.UNBEGUN,
-                          in_files=self._in_files)
-        if self._update_every > 1 or self._start_step or self._dynamic_decay or
-        _decays.need_count(self._decays) else None)
-    for part, opt in self._parts().items() if self._first else ():
-      if _replicas.is_shared(self._first[part].value):
-        # Each of several workers might take the first step.
-        self._first[part].value.assign(_wrapper.steps_of(opt))
-
-  def _in_files(self, opt, end):
-    """What Keras's files have in place of the first step of the averages.
-
-    Their number of steps, since Keras does not load `iterations` if the
-    optimizer is not built. The first step is then that many steps before 0. One
-    less is stored, since -1 is that of averages that have not begun.
-
-    Args:
-      opt: The optimizer whose steps are counted.
-      end: The end of the name.
-    """
-    def to_file(first):
-      return np.int64(-1 if first == self.UNBEGUN else
-                      self._since(_wrapper.steps_of(opt), int(first)))
-
-    def from_file(steps):
-      if steps < 0:
-        return self.UNBEGUN
-      first = _wrapper.steps_of(opt) - int(steps)
-      if not steps and first < self._start_step:
-        return 0  # They wait for `start_step`.
-      return first - (first < 0)  # -1 is taken.
-
-    def of_earlier(first):
-      # With an average from a file, the next update is not the first one.
-      return first if first == self.UNBEGUN else from_file(max(
-          self._since(_wrapper.steps_of(opt), int(first)), self._update_every))
-
-    return _state.InFiles(f"average_steps{end}", to_file, from_file, of_earlier)
+    self._store.rows = self._make_rows(self._averages.candidates(variables))
+    self._store.make_begun()
+    if (self._update_every > 1 or self._start_step or self._dynamic_decay or
+        _decays.need_count(self._averages.decays)):
+      self._first.make()
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay.
@@ -265,28 +237,24 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       variables: {index: variable}, see `_state.State.add`.
       suffix: The end of their names.
     """
+    decays = self._averages.decays
     # Files know averages by their decays.
-    self._state.name_in_files(f"average{suffix}",
-                              f"average_{self._decays[0]}{suffix}")
-    return [_state.Row({
-        self._var_key(v): self._make_average(
-            v, ("average" if k == 0 else f"average_{decay}") + suffix,
-            self._dtype_of(v), i)
-        for i, v in variables.items()}) for k, decay in enumerate(self._decays)]
+    self._store.state.name_in_files(f"average{suffix}",
+                                    f"average_{decays[0]}{suffix}")
+    return [self._store.make_row(
+        (f"average_{decay}" if k else "average") + suffix, variables,
+        lambda v: self._shadow_dtype or _store.float32_for_half(v), self._wrap)
+            for k, decay in enumerate(decays)]
 
-  def _wrap_average(self, average, variable):
+  def _wrap(self, average, variable):
     value = value_of(variable)
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
         self.use_ema or
         not any(map(_rules.touches_few_rows, _steps.innermost(self))) or
         not _may_be_lazy.may_be_lazy(value)):
-      return super()._wrap_average(average, variable)
+      return _average.Average.of(average)
     return _lazy_average.LazyAverage(average, value)
-
-  def _dtype_of(self, variable):
-    return self._shadow_dtype or _wrapper.float32_for_half(
-        variable.dtype)
 
   def average(self, variable: keras.Variable,
               decay: Optional[_decay.Decay] = None) -> Any:
@@ -311,16 +279,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       KeyError: If the optimizer does not have the variable, or does not average
         it.
     """
-    self._require_built("average")
-    self._seed_unbegun()
-    k = self._index_of(decay)
-    _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
-    found = self._readable(
-        "average", self._found(variable, self._rows[k], of_batch_norm[k]))
-    if self._is_derived(k) and self._var_key(variable) in self._rows[k]:
-      [derived] = self._derived([variable], k)
-      return tf.convert_to_tensor(derived)
-    return found
+    return self._averages.average(variable, decay)
 
   def is_lazy(self, variable: tf.Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.
@@ -341,63 +300,73 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       A bool.
     """
     self._require_built("is_lazy")
-    return _lazy.is_lazy(self._found(variable, self._rows[0]))
+    return _lazy.is_lazy(
+        self._averages.found(variable, self._store.rows[0]))
+
+  seed_averages = _averaging.seed_averages
+  averaged_weights = _averaging.averaged_weights
+  averaged_model = _averaging.averaged_model
 
   def decays(self) -> list[_decay.Decay]:
     """The decays of the averages: a list of numbers, PowerDecays and BEMAs."""
-    return list(self._public_decays)
-
-  def _averaged(self, model, decay=None):
-    found = super()._averaged(model, decay)
-    if (self.averages_batch_norm and self._untracked.model is None and
-        isinstance(model, keras.Model) and len(found) == len(self._rows[0])):
-      self.set_model(model)  # It has all variables that the optimizer trains.
-    variables, rows = self._statistics()
-    if model is not None:
-      its = {self._var_key(v) for v in batch_norm.statistics(model)}
-      variables = [v for v in variables if self._var_key(v) in its]
-    row = rows[self._index_of(decay)]
-    return found + [(v, row[self._var_key(v)]) for v in variables]
+    return list(self._averages.public)
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
-    self._require_built("averages_by_decay")
-    self._refuse_swapped_in("averages_by_decay")
-    self._seed_unbegun()
-    self.set_model(model)
-    _, of_batch_norm = self._statistics()
-    rows_now = [
-        _state.Row({self._var_key(v): s for v, s in self._of(
-            self._trainable_variables, self._decays[k])})
-        if self._is_derived(k) else row for k, row in enumerate(self._rows)]
-    steps = self.average_steps()
+    """The averages of a model's variables, for snapshots.
+
+    Returns:
+      A list of (decay, number of steps of the averages or None, function). The
+      function maps a variable to its average or None.
+    """
+    steps = self.average_steps() if self.built else None
     if steps is not None:  # Until the averages moved last.
       steps -= steps % self._update_every
-    return [(decay, steps, lambda v, rows=rows: next(
-        (row[key] for row in rows if (key := self._var_key(v)) in row), None))
-            for decay, *rows in zip(self._public_decays, rows_now,
-                                    of_batch_norm)]
+    return self._averages.by_decay(model, steps)
+
+  def set_model(self, model: keras.Model) -> None:
+    """Sets the model, for `average_batch_norm`.
+
+    For custom training loops: in `fit`, `EvaluateWithAverages` calls it.
+
+    Args:
+      model: The model that the optimizer trains.
+
+    Raises:
+      TypeError: If `model` is not a Keras model.
+      ValueError: If the statistics of another model are averaged already, and
+        `model` has more of them.
+    """
+    self._averages.set_model(model)
+
+  # Steps
+
+  def _statistics_of(self, step):
+    """(variable, average) pairs of statistics: for each decay that moves."""
+    statistics = self._store.statistics
+    return [statistics.moved_pairs(step, k) if statistics else []
+            for k in self._averages.moving]
 
   def _averages_of(self, step):
     decays = self._decays_now(step)
     # The forward pass has updated the statistics.
-    of_batch_norm = self._moving_of(self._batch_norm_pairs(step))
+    of_batch_norm = self._statistics_of(step)
     if of_batch_norm[0]:
       _plan.update_all(of_batch_norm,
                        _decays.where_due(step.accept, decays))
     return [[value_of(row[key]) if key in row else None
              for key in step.keys]
-            for row in self._moving_of(self._rows)], decays
+            for row in self._averages.moving_of(self._store.rows)], decays
 
   def _note_update(self):
     # Not before the step, which may raise an error.
-    self._mark_begun()
+    self._store.mark_begun()
 
   def _follow(self, step):
-    self._mark_begun()
+    self._store.mark_begun()
     _plan.update_all(
         [step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
-            *map(self._moving_of, (self._rows, self._batch_norm_pairs(step))))],
-        self._decays_now(step))
+            self._averages.moving_of(self._store.rows),
+            self._statistics_of(step))], self._decays_now(step))
 
   def _ahead(self):
     return (None if self._num_updates is None else
@@ -405,50 +374,24 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
 
   def _decays_now(self, step):
     """The decays of a Step, of averages which steps move."""
-    every, moving = self._update_every, self._moving_of(self._decays)
+    every = self._update_every
+    moving = self._averages.moving_of(self._averages.decays)
     # A function is called once in each step.
     n = self._ahead() if step.ahead is None else step.ahead[id(self)]
-    steps, since = (self._steps_since(step) if self._first is not None else
-                    (None, None))
+    steps, since = (self._first.steps_before(
+        step, self._start_step or self._dynamic_decay)
+                    if self._store.counts else (None, None))
     due = _decays.is_due(steps, every)
     if due is False and (not self._start_step or since >= 0):
       return _decays.unmoved(moving)
-    counts = []
+    counts = [since] if self._dynamic_decay else []
     if n is not None:
-      counts.append(_decays.periods(
-          n if every == 1 else tf.convert_to_tensor(n), every))
-    if self._dynamic_decay:
-      counts.append(_decays.periods(since, every))
-    decays = _decays.where_due(due, _decays.of_step(
-        moving, lambda: _decays.periods(steps, every) + 1, counts, every))
+      counts.append(n if every == 1 else tf.convert_to_tensor(n))
+    decays = _decays.of_step(moving, steps, due, counts, every)
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
     return decays
-
-  def _steps_since(self, step):
-    """The numbers of steps before a Step: (of the averages, since the start).
-
-    If the averages have not begun, they begin with this step. So they do if
-    they began with a later step, after the count was set back.
-    """
-    first, iterations = self._first[step.part].value, step.iterations
-    start = self._start_step
-    if tf.executing_eagerly() and self._update_every > 1:
-      # Numbers cost less than ops.
-      iterations, begun = int(iterations), int(first.read_value())
-      if begun == self.UNBEGUN or begun > iterations:
-        first.assign(begun := iterations)
-      return (self._since(iterations, begun),
-              iterations - (begun + 1 if begun < 0 else start))
-    begun = first.read_value()
-    # A step that is not taken has no number.
-    begins = step.accept & ((begun == self.UNBEGUN) | (begun > iterations))
-    begun = tf.where(begins, iterations, begun)
-    first.assign(begun)
-    since = iterations - (tf.where(begun < 0, begun + 1, start)
-                          if start or self._dynamic_decay else 0)
-    return self._since(iterations, begun), since
 
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.
@@ -462,40 +405,19 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       RuntimeError: If the optimizer is not built.
     """
     self._require_built("average_steps")
-    if self._first is None:
-      return None
-    part, opt = next(iter(self._parts().items()))
-    self._seed_unbegun()  # Which takes the count of a file.
-    first = int(self._first[part].numpy())
-    return (0 if first == self.UNBEGUN else
-            self._since(_wrapper.steps_of(opt), first))
+    return self._first.total() if self._store.counts else None
 
   def get_config(self) -> dict[str, Any]:
+    statistics = self._store.statistics
     return {**super().get_config(),
             "average_decay": self._average_decay,
             "num_updates": _serialized_count(self._num_updates),
             "start_step": self._start_step,
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
-            "average_batch_norm": self._config_of_batch_norm(),
-            "lazy": self._lazy, "update_every": self._update_every,
-            **self._config_of_variables()}
-
-  @classmethod
-  def from_config(cls, config, custom_objects=None):
-    def decay_of(x):
-      # Keras passes the serialized dict of a PowerDecay.
-      return (keras.saving.deserialize_keras_object(x) if isinstance(x, dict)
-              else [*map(decay_of, x)] if isinstance(x, (list, tuple)) else x)
-
-    functions = {
-        name: keras.saving.deserialize_keras_object(
-            config[name], custom_objects=custom_objects)
-        for name in ("num_updates", "average_batch_norm")
-        if isinstance(config.get(name), dict)}
-    return super().from_config(
-        {**config, "average_decay": decay_of(config["average_decay"]),
-         **functions}, custom_objects)
+            "average_batch_norm": (
+                statistics.config() if statistics else False),
+            "lazy": self._lazy, "update_every": self._update_every}
 
 
 def _checked_dtype(shadow_dtype):

@@ -5,13 +5,15 @@ from typing import Any, Optional, Union
 import keras
 
 from wrapopt._averages import _interpolated as _schedules
+from wrapopt.keras import _averaging
 from wrapopt.keras import _interpolated
-from wrapopt.keras import _steps
+from wrapopt.keras import _rules
+from wrapopt.keras import _wrapper
 from wrapopt.keras import lazy_adam
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class PrimalAverage(_interpolated.InterpolatingOptimizer):
+class PrimalAverage(_wrapper.WrapperOptimizer):
   """Trains at a point near a moving average, and evaluates the average.
 
   The inner optimizer trains `z`, by gradients at `y`, and `x` is a moving
@@ -107,14 +109,34 @@ class PrimalAverage(_interpolated.InterpolatingOptimizer):
         LazyAdam, keeps averages itself, or is or holds another wrapper that
         keeps averages.
     """
-    super().__init__(optimizer, name, keep_raw_weights,
-                     _schedules.primal_average(momentum, average_decay))
+    super().__init__(optimizer, name, sum_duplicates=True)
+    self._averages = _interpolated.Points(
+        self, keep_raw_weights,
+        _schedules.primal_average(momentum, average_decay))
 
-  def _check_innermost(self):
-    super()._check_innermost()
-    for opt in _steps.innermost(self):
-      if isinstance(opt, lazy_adam.LazyAdam):
-        raise ValueError(
-            "`optimizer` of a PrimalAverage must not be or hold a LazyAdam, "
-            "since all rows move in each step, got "
-            f"{type(opt).__qualname__}. Use keras.optimizers.Adam.")
+  average = _interpolated.average
+  z = _interpolated.z
+  seed_averages = _averaging.seed_averages
+  averaged_weights = _averaging.averaged_weights
+  averaged_model = _averaging.averaged_model
+  averages_by_decay = _averaging.averages_by_decay
+  decays = _averaging.decays
+  set_model = _averaging.set_model
+
+  _has_op = staticmethod(_rules.may_be_interpolated)
+
+  def _building(self):
+    return self._averages.building()
+
+  def _make_state(self, variables):
+    self._averages.make(variables)
+
+  def _take(self, *args):
+    return self._averages.take(*args)
+
+  def _check_innermost(self, opt, points):
+    if isinstance(opt, lazy_adam.LazyAdam):
+      raise ValueError(
+          "`optimizer` of a PrimalAverage must not be or hold a LazyAdam, "
+          f"since all rows move in each step, got {type(opt).__qualname__}. "
+          "Use keras.optimizers.Adam.")

@@ -5,15 +5,17 @@ from typing import Any, Optional, Union
 import keras
 
 from wrapopt._averages import _interpolated as _schedules
+from wrapopt.keras import _averaging
 from wrapopt.keras import _interpolated
-from wrapopt.keras import _steps
+from wrapopt.keras import _rules
+from wrapopt.keras import _wrapper
 
 # Attributes of Keras's optimizers that give them a momentum.
 _MOMENTA = ("momentum", "beta_1", "adam_beta_1")
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class ScheduleFree(_interpolated.InterpolatingOptimizer):
+class ScheduleFree(_wrapper.WrapperOptimizer):
   """Trains with a constant learning rate and evaluates an average.
 
   The inner optimizer trains `z`, by gradients at `y`, and `x` is the average of
@@ -122,21 +124,39 @@ class ScheduleFree(_interpolated.InterpolatingOptimizer):
       ValueError: If a number is out of range, `optimizer` has a momentum, keeps
         averages itself, or is or holds another wrapper that keeps averages.
     """
-    super().__init__(
-        optimizer, name, keep_raw_weights, _schedules.schedule_free(
+    super().__init__(optimizer, name, sum_duplicates=True)
+    self._averages = _interpolated.Points(
+        self, keep_raw_weights, _schedules.schedule_free(
             momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y))
 
-  def _check_innermost(self):
-    super()._check_innermost()
-    ours = self._schedule.momentum
-    for opt in _steps.innermost(self):
-      for momentum in _MOMENTA:
-        value, takes_over = getattr(opt, momentum, None), self._takes_over(
-            type(opt))
-        if value and not (takes_over and value == ours):
-          name = type(opt).__qualname__
-          raise ValueError(
-              "`optimizer` of a ScheduleFree must have no momentum, which "
-              f"would act twice, got {name} with {momentum}={value} and a "
-              f"ScheduleFree with momentum={ours}. Pass {momentum}="
-              f"{f'{ours} or ' if takes_over else ''}0 to {name}.")
+  average = _interpolated.average
+  z = _interpolated.z
+  seed_averages = _averaging.seed_averages
+  averaged_weights = _averaging.averaged_weights
+  averaged_model = _averaging.averaged_model
+  averages_by_decay = _averaging.averages_by_decay
+  decays = _averaging.decays
+  set_model = _averaging.set_model
+
+  _has_op = staticmethod(_rules.may_be_interpolated)
+
+  def _building(self):
+    return self._averages.building()
+
+  def _make_state(self, variables):
+    self._averages.make(variables)
+
+  def _take(self, *args):
+    return self._averages.take(*args)
+
+  def _check_innermost(self, opt, points):
+    ours, takes_over = points.schedule.momentum, points.takes_over(type(opt))
+    for momentum in _MOMENTA:
+      value = getattr(opt, momentum, None)
+      if value and not (takes_over and value == ours):
+        name = type(opt).__qualname__
+        raise ValueError(
+            "`optimizer` of a ScheduleFree must have no momentum, which would "
+            f"act twice, got {name} with {momentum}={value} and a ScheduleFree "
+            f"with momentum={ours}. Pass {momentum}="
+            f"{f'{ours} or ' if takes_over else ''}0 to {name}.")

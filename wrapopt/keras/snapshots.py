@@ -118,7 +118,7 @@ class Snapshots(keras.callbacks.Callback):
 def _check_saved(layout, optimizer, model):
   """Raises an error if a file of Keras lacks a variable that has an average."""
   saved = set(map(id, layout.values.values()))
-  for v, _ in optimizer._of(model.variables):
+  for v, _ in optimizer._averages.pairs(model.variables, 0):
     if id(v) not in saved:
       raise ValueError(
           "Snapshots must be of a model whose files hold each variable that "

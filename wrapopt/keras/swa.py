@@ -8,12 +8,12 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt.keras import _averaging
 from wrapopt.keras import _followers
-from wrapopt.keras import _state
+from wrapopt.keras import _store
 from wrapopt.keras import _wrapper
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class SWA(_averaging.AveragingOptimizer):
+class SWA(_wrapper.WrapperOptimizer):
   """Keeps the mean of the weights after every `average_period` steps.
 
   Let i be the number of steps before this one. The average `s` of a variable
@@ -100,8 +100,8 @@ class SWA(_averaging.AveragingOptimizer):
         own averages. In `build`, if `variables` selects nothing, or lists
         anything that the optimizer does not train.
     """
-    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
-                     variables)
+    super().__init__(optimizer, name, sum_duplicates)
+    self._averages = _averaging.Averages(self, keep_raw_weights, variables)
     if average_period is None:
       average_period = 10 if steps_per_epoch is None else 1
     average_period = _checks.integer("average_period", average_period, 1)
@@ -120,21 +120,25 @@ class SWA(_averaging.AveragingOptimizer):
     self._start_averaging = start_averaging
     self._average_period = average_period
 
-  def _make_state(self, variables):
-    self._rows = [_state.Row({
-        self._var_key(v): self._make_average(
-            v, "average", _wrapper.float32_for_half(v.dtype), i)
-        for i, v in self._candidates(variables).items()})]
-    self._counted = self._make_counts("counted_steps", 0)
+  average = _averaging.average
+  seed_averages = _averaging.seed_averages
+  averaged_weights = _averaging.averaged_weights
+  averaged_model = _averaging.averaged_model
+  averages_by_decay = _averaging.averages_by_decay
+  decays = _averaging.decays
+  set_model = _averaging.set_model
 
-  def _has_begun(self):
-    return any(int(counted.numpy()) for counted in self._counted.values())
+  def _make_state(self, variables):
+    self._store.rows = [self._store.make_row(
+        "average", self._averages.candidates(variables),
+        _store.float32_for_half)]
+    self._store.make_counts("counted_steps", 0)
 
   def _follow(self, step):
     since = step.iterations - self._start_averaging
     counts = (since >= 0) & (since % self._average_period == 0)
-    pairs = step.all_pairs(self._rows[0])
-    counted = self._counted[step.part].value
+    pairs = step.all_pairs(self._store.rows[0])
+    counted = self._store.counts[step.part].value
 
     def count():
       n = counted.read_value()
@@ -156,5 +160,4 @@ class SWA(_averaging.AveragingOptimizer):
           "that number, which must be an integer.")
 
   def get_config(self) -> dict[str, Any]:
-    return {**super().get_config(), **self._arguments,
-            **self._config_of_variables()}
+    return {**super().get_config(), **self._arguments}
