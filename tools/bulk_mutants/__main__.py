@@ -1,0 +1,222 @@
+"""Breaks wrapopt in generated ways: see tools/mutants and tests/README.md."""
+
+import argparse
+import collections
+import datetime
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path += map(str, _ROOT.glob(".venv-tools/lib/python*/site-packages"))
+
+# pylint: disable=wrong-import-position
+import cc_runs
+import python_runs
+import sites
+
+_FOLDER = _ROOT / "results/mutants"
+_COPY = _FOLDER / "copy"
+_FOLDERS = ("wrapopt/_averages", "wrapopt/_gates", "wrapopt/_local",
+            "wrapopt/_v1", "wrapopt/keras", "wrapopt/ops",
+            "wrapopt/checkpoints", "cc/rules", "cc/engine")
+_RUNS = _FOLDER / "runs.json"
+_EQUAL = _ROOT / "tools/bulk_mutants/equal.txt"
+_BUILT = ("wrapopt/_wrapopt_*", "wrapopt/bench/_*.so", "tests/cc/_*.so")
+
+
+def _is_source(path):
+  return path.suffix in (".py", ".h", ".cc")
+
+
+def _update_copy():
+  """Makes the copy of the sources; returns a digest of them all."""
+  files = subprocess.run(
+      ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+      cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+  files = {name for name in files.split("\0") if (_ROOT / name).is_file()}
+  for old in list(_COPY.rglob("*.*")):
+    if _is_source(old) and str(old.relative_to(_COPY)) not in files:
+      old.unlink()
+  built = {name: _ROOT / name for name in files}
+  for root in (_ROOT, _ROOT / "bazel-bin"):
+    built |= {str(path.relative_to(root)): path
+              for pattern in _BUILT for path in root.glob(pattern)}
+  for name, source in built.items():
+    target = _COPY / name
+    if not target.exists() or target.read_bytes() != source.read_bytes():
+      target.parent.mkdir(parents=True, exist_ok=True)
+      target.unlink(missing_ok=True)
+      shutil.copyfile(source, target)
+  return python_runs.digest(*(
+      _ROOT / name for name in sorted(files)
+      if name.startswith(("wrapopt/", "cc/", "tests/")) and
+      _is_source(pathlib.Path(name))))
+
+
+def _equal():
+  """{(file, before, after)} of the mutants that change nothing."""
+  return {tuple(block.split("\n")[:3])
+          for block in _EQUAL.read_text().split("\n\n")}
+
+
+class _Runs:
+  """Runs mutants, and remembers in a file what came out."""
+
+  def __init__(self, limit):
+    self._all = _update_copy()
+    self._limit = limit
+    self._path = _RUNS
+    self._known = (json.loads(self._path.read_text())
+                   if self._path.exists() else {})
+    self._reached = python_runs.Reached(_COPY, _FOLDER / "reached")
+    self._units = cc_runs.Units(_COPY, _FOLDER / "objects")
+    self._green = set()  # Files of tests that are green without a mutant.
+
+  def measure(self, rooms, deadline):
+    self._reached.measure([
+        str(path.relative_to(_ROOT)) for room in rooms
+        for path in sorted((_ROOT / "tests" / room).glob("*_test.py"))],
+                          deadline)
+
+  def _key(self, mutant, by):
+    """What the outcome depends on: all, or the test that noticed it."""
+    if by:
+      return python_runs.digest(_ROOT / mutant.file, _ROOT / by.split(":")[0])
+    return f"{self._all} {self._limit} {len(self._reached.files)}"
+
+  def outcome(self, mutant):
+    """Runs a mutant, unless that is known.
+
+    Returns:
+      What noticed it; "" if nothing did; None if it does not compile.
+    """
+    name = f"{mutant.file}: {mutant.before} -> {mutant.after}"
+    by, key = self._known.get(name, (None, None))
+    if key is None or key != self._key(mutant, by):
+      path = _COPY / mutant.file
+      source = path.read_bytes()
+      of_python = path.suffix == ".py"
+      if not of_python:
+        self._units.compile()
+      try:
+        path.write_text(mutant.text)
+        by = (self._red(self._reached.by(mutant, source.decode()), path, source)
+              if of_python else self._red_in_cc(mutant))
+      finally:
+        path.write_bytes(source)
+      self._known[name] = by, self._key(mutant, by)
+      self._path.write_text(json.dumps(self._known, indent=0))
+    return by
+
+  def _red(self, tests, path, original):
+    """The first red test in Python that is green without the mutant, or ""."""
+    log = _FOLDER / "tests.log"
+    chosen = python_runs.in_order(tests, self._limit)
+    while by := python_runs.first_red(_COPY, chosen, log):
+      file = by.split(":")[0]
+      if file in self._green:
+        break
+      mutant = path.read_bytes()
+      path.write_bytes(original)
+      red = python_runs.first_red(_COPY, {file: chosen[file]}, log)
+      path.write_bytes(mutant)
+      if not red:
+        self._green.add(file)
+        break
+      print(f"left out, as it is red without a mutant: {red}")
+      chosen.pop(file) if red not in chosen[file] else chosen[file].pop(red)
+    return by
+
+  def _red_in_cc(self, mutant):
+    if not mutant.file.startswith("cc/rules/"):
+      by = self._units.red(mutant.file, 60)
+      if by or by is None:
+        return by
+    path = _COPY / "wrapopt/_wrapopt_native.so"
+    original = path.read_bytes()
+    try:
+      linked = self._units.native(mutant.file)
+      if not linked:
+        return "" if linked is False else None
+      tests = {file: dict(self._reached.files[file]["tests"])
+               for file in cc_runs.OF_NATIVE if file in self._reached.files}
+      return self._red(tests, path, original)
+    finally:
+      path.write_bytes(original)
+
+
+def _files(of):
+  """The sources in a folder, or a source."""
+  path = _ROOT / of
+  return sorted(str(x.relative_to(_ROOT)) for x in (
+      path.glob("*") if path.is_dir() else [path]) if _is_source(x))
+
+
+def _run(of, runs, args):
+  """Runs a sample of the mutants of a folder or file; prints survivors."""
+  equal = _equal()
+  found = [site for file in _files(of)
+           for site in sites.sites(file, (_ROOT / file).read_text())]
+  random.Random(f"{args.seed} {of}").shuffle(found)
+  counts = collections.Counter()
+  for site in found:
+    if (counts["noticed"] + counts["survived"] == args.sample or
+        time.monotonic() > args.deadline):
+      break
+    mutant = site()
+    if mutant is None:
+      continue
+    start = time.monotonic()
+    is_equal = (mutant.file, mutant.before, mutant.after) in equal
+    by = None if is_equal else runs.outcome(mutant)
+    kind = ("equal" if is_equal else "invalid" if by is None else
+            "noticed" if by else "survived")
+    counts[kind] += 1
+    if kind == "survived" or args.verbose:
+      print(f"{kind}: {mutant.file}:{mutant.line}: {mutant.change} "
+            f"({time.monotonic() - start:.0f} s) {by or ''}\n"
+            f"  {mutant.before}\n  {mutant.after}", flush=True)
+  run = counts["noticed"] + counts["survived"]
+  print(f"{of}: {counts['noticed']} of {run} noticed "
+        f"({100 * counts['noticed'] / max(run, 1):.0f} %); "
+        f"{counts['equal']} change nothing, {counts['invalid']} do not compile;"
+        f" {len(found)} sites", flush=True)
+
+
+def main():
+  parser = argparse.ArgumentParser(
+      prog="tools/mutants --bulk", description="Breaks wrapopt in generated "
+      "ways, and runs the tests that reach what is broken.")
+  parser.add_argument("of", nargs="*", metavar="FOLDER|FILE",
+                      help="by default " + ", ".join(_FOLDERS))
+  parser.add_argument("--sample", type=int, help="how many mutants of each; "
+                      "by default all")
+  parser.add_argument("--seed", default=str(datetime.datetime.now(
+      datetime.timezone.utc).date()), help="draws the sample (today's date)")
+  parser.add_argument("--minutes", type=float, default=1e6,
+                      help="after them, no mutant begins")
+  parser.add_argument("--limit", type=float, default=120,
+                      help="seconds of tests that a mutant may take (120)")
+  parser.add_argument("--rooms", nargs="*", default=python_runs.ROOMS,
+                      help="the rooms of tests in Python")
+  parser.add_argument("--verbose", action="store_true",
+                      help="prints all mutants")
+  args = parser.parse_args()
+  args.deadline = time.monotonic() + 60 * args.minutes
+  of = [x.rstrip("/") for x in args.of] or _FOLDERS
+  python_runs.preload()
+  runs = _Runs(args.limit)
+  runs.measure(args.rooms, args.deadline)
+  for each in of:
+    if not _files(each):
+      parser.error(f"{each} is no folder or file of sources")
+    _run(each, runs, args)
+
+
+if __name__ == "__main__":
+  main()
