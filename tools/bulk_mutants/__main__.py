@@ -102,7 +102,7 @@ class _Runs:
       source = path.read_bytes()
       of_python = path.suffix == ".py"
       if not of_python:
-        self._units.compile()
+        self._units.green()
       try:
         path.write_text(mutant.text)
         by = (self._red(self._reached.by(mutant, source.decode()), path, source)
@@ -133,21 +133,23 @@ class _Runs:
     return by
 
   def _red_in_cc(self, mutant):
-    if not mutant.file.startswith("cc/rules/"):
-      by = self._units.red(mutant.file, 60)
-      if by or by is None:
-        return by
-    path = _COPY / "wrapopt/_wrapopt_native.so"
-    original = path.read_bytes()
-    try:
-      linked = self._units.native(mutant.file)
-      if not linked:
-        return "" if linked is False else None
-      tests = {file: dict(self._reached.files[file]["tests"])
-               for file in cc_runs.OF_NATIVE if file in self._reached.files}
-      return self._red(tests, path, original)
-    finally:
-      path.write_bytes(original)
+    by = "" if mutant.file.startswith("cc/rules/") else self._units.red(
+        mutant.file)
+    if by == "":
+      originals = {path: path.read_bytes() for path in self._units.paths()}
+      try:
+        for path, files in self._units.libraries(mutant.file):
+          if path is None:
+            return None
+          by = self._red({file: dict(self._reached.files[file]["tests"])
+                          for file in files if file in self._reached.files},
+                         path, originals[path])
+          if by:
+            break
+      finally:
+        for path, content in originals.items():
+          path.write_bytes(content)
+    return by
 
 
 def _files(of):

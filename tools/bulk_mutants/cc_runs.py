@@ -1,26 +1,26 @@
-"""Whether the tests in C++ notice a mutant of a source in C++.
+"""Whether tests notice a mutant of a source in C++.
 
-Only what includes the source is compiled again, without optimization. The
-reference of the tests in C++ is made from the rules, so what these tests do not
-notice is also linked into _wrapopt_native.so, for tests in Python.
+Only what includes the source is compiled again, without optimization. The tests
+in C++ make their reference from the rules. So a mutant that they do not notice
+is also linked into the libraries that tests in Python load.
 """
 
 import functools
 import pathlib
 import re
 import subprocess
+import sysconfig
+import time
+
+import pybind11
 
 import python_runs
 
-# They compute with each rule.
-OF_NATIVE = ["tests/ops/bits_test.py", "tests/ops/apply_test.py",
-             "tests/ops/ema_update_test.py", "tests/ops/compensation_test.py",
-             "tests/ops/averaging_assign_test.py",
-             "tests/ops/lazy_averages_test.py"]
 _COMPILE = ["g++", "-std=c++17", "-O0", "-w", "-fPIC", "-I.",
             # As the engine: the same bits on all machines.
             "-ffp-contract=off", "-fno-gnu-unique",
-            '-DWRAPOPT_VERSION="mutant"']
+            '-DWRAPOPT_VERSION="mutant"', f"-I{pybind11.get_include()}",
+            f"-I{sysconfig.get_path('include')}"]
 
 
 class Units:
@@ -34,8 +34,18 @@ class Units:
     find = lambda pattern: sorted(
         str(path.relative_to(copy)) for path in copy.glob(pattern))
     self._engine = [x for x in find("cc/engine/*.cc") if "old_glibc" not in x]
-    self._native = self._engine + [
-        "cc/native/native.cc", *(x for x in find("cc/gpu/*.cc"))]
+    # {library: (its units, options of the linker, files of tests)}.
+    self._libraries = {
+        "wrapopt/_wrapopt_native.so": (
+            [*self._engine, "cc/native/native.cc", *find("cc/gpu/*.cc")],
+            ["-Wl,-soname,_wrapopt_native.so", "-Wl,-Bsymbolic",
+             "-Wl,--version-script=tools/exports_core.lds"],
+            [f"tests/ops/{name}_test.py" for name in (
+                "bits", "apply", "ema_update", "compensation",
+                "averaging_assign", "lazy_averages")]),
+        "tests/cc/_rounds.so": (
+            [*self._engine, "tests/cc/rounds_module.cc"], [],
+            ["tests/workers/simulator_test.py"])}
     # That of the launcher needs a GPU.
     self._tests = [x for x in find("tests/cc/*_test.cc") if "launcher" not in x]
 
@@ -71,53 +81,72 @@ class Units:
         ["g++", *objects, "-o", str(out), *options, "-lpthread", "-ldl"],
         cwd=self._copy, capture_output=True, check=False).returncode
 
-  @functools.cache
-  def compile(self):
-    """Compiles the sources as they are, once."""
-    for unit in self._native + self._tests:
-      if not self._object(unit, None):
-        raise SystemExit(f"{unit} does not compile")
+  def _failure(self, test, changed, limit):
+    """What a test in C++ says: "" if it is green, None if it can't be made."""
+    program = self._folder / "test"
+    if not self._linked([test, *self._engine], changed, program, "-lgtest",
+                        "-lgtest_main"):
+      return None
+    try:
+      done = subprocess.run(
+          [program, "--gtest_brief=1"], cwd=self._copy, timeout=limit,
+          capture_output=True, text=True, errors="replace", check=False)
+    except subprocess.TimeoutExpired:
+      return f"{test}: it hangs"
+    failed = re.search(r"\[  FAILED  \] ([\w./]+)", done.stdout)
+    return done.returncode and (
+        f"{test}: {failed[1] if failed else 'it crashes'}") or ""
 
-  def red(self, file, limit):
+  @functools.cache
+  def green(self):
+    """Compiles and runs all as it is, once; returns {test: its seconds}."""
+    seconds = {}
+    program = self._folder / "library.so"
+    for test in self._tests:
+      if self._failure(test, None, 300) != "":
+        raise SystemExit(f"{test} is red without a mutant")
+      start = time.monotonic()
+      self._failure(test, None, 300)
+      seconds[test] = time.monotonic() - start
+    for units, options, _ in self._libraries.values():
+      if not self._linked(units, None, program, "-shared", *options):
+        raise SystemExit(f"{units} do not compile")
+    return seconds
+
+  def red(self, file):
     """The first test in C++ that notices that a source has changed.
 
     Args:
       file: The source, which has a mutant.
-      limit: The seconds that a test may take.
 
     Returns:
       The name of the test; "" if none does; None if it does not compile.
     """
-    stem = pathlib.Path(file).stem
     tests = [x for x in self._tests if any(
         file in self._needs(unit) for unit in [x, *self._engine])]
-    tests.sort(key=lambda x: (stem not in x, file not in self._needs(x),
-                              len(self._needs(x))))
-    program = self._folder / "test"
-    for test in tests:
-      if not self._linked([test, *self._engine], file, program, "-lgtest",
-                          "-lgtest_main"):
-        return None
-      try:
-        done = subprocess.run(
-            [program, "--gtest_brief=1"], cwd=self._copy, timeout=limit,
-            capture_output=True, text=True, errors="replace", check=False)
-      except subprocess.TimeoutExpired:
-        return f"{test}: it hangs"
-      if done.returncode:
-        failed = re.search(r"\[  FAILED  \] ([\w./]+)", done.stdout)
-        return f"{test}: {failed[1] if failed else 'it crashes'}"
+    stem = pathlib.Path(file).stem
+    for test in sorted(tests, key=lambda x: (
+        stem not in x, file not in self._needs(x), len(self._needs(x)))):
+      failure = self._failure(test, file, 10 + 10 * self.green()[test])
+      if failure != "":
+        return failure
     return ""
 
-  def native(self, file):
-    """Links _wrapopt_native.so in the copy again, if it has this source.
+  def paths(self):
+    return [self._copy / library for library in self._libraries]
 
-    Returns:
-      Whether it has it. None if it does not compile.
+  def libraries(self, file):
+    """Links each library of the copy that has this source.
+
+    Args:
+      file: The source, which has a mutant.
+
+    Yields:
+      Pairs of the path of a library, or None if it does not compile, and the
+      files of the tests that load it.
     """
-    if not any(file in self._needs(unit) for unit in self._native):
-      return False
-    return self._linked(
-        self._native, file, self._copy / "wrapopt/_wrapopt_native.so",
-        "-shared", "-Wl,-soname,_wrapopt_native.so", "-Wl,-Bsymbolic",
-        "-Wl,--version-script=tools/exports_core.lds") or None
+    for library, (units, options, tests) in self._libraries.items():
+      if any(file in self._needs(unit) for unit in units):
+        path = self._copy / library
+        yield path if self._linked(units, file, path, "-shared", *options
+                                   ) else None, tests

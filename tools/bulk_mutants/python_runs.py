@@ -46,35 +46,25 @@ def preload():
 
 
 def _child(copy, room, log, limit, function):
-  """Runs function() in a fork; returns its status, None beyond the limit."""
+  """Runs function() in a fork, for a limited time; returns its status."""
   pid = os.fork()
   if pid:
     end = time.monotonic() + limit
-    status = None
-    while status is None and time.monotonic() < end:
-      done, status = os.waitpid(pid, os.WNOHANG)
-      if not done:
-        status = None
-        time.sleep(0.02)
-    # Also the processes that it has started.
+    while (time.monotonic() < end and
+           not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+      time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
-      os.killpg(pid, signal.SIGKILL)
-    if status is None:
-      os.waitpid(pid, 0)
-      return None
-    return os.waitstatus_to_exitcode(status)
+      os.killpg(pid, signal.SIGKILL)  # With the processes that it has started.
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
   try:
     os.setsid()
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(copy)
-    tests = copy / "tests"
-    path = [str(p) for p in (copy, tests / "support", tests / room,
-                             tests / "cc")]
+    path = [str(copy), *(f"{copy}/tests/{x}" for x in ("support", room, "cc"))]
     sys.path[:0] = path
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [*path, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
     os._exit(function())
   finally:
     os._exit(99)
