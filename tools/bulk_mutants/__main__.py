@@ -3,6 +3,7 @@
 import argparse
 import collections
 import datetime
+import hashlib
 import json
 import pathlib
 import random
@@ -21,9 +22,8 @@ import sites
 
 _FOLDER = _ROOT / "results/mutants"
 _COPY = _FOLDER / "copy"
-_FOLDERS = ("wrapopt/_averages", "wrapopt/_gates", "wrapopt/_local",
-            "wrapopt/_v1", "wrapopt/keras", "wrapopt/ops",
-            "wrapopt/checkpoints", "cc/rules", "cc/engine")
+_FOLDERS = [f"wrapopt/{name}" for name in (
+    "_averages", "_gates", "_local", "_v1", "keras", "ops", "checkpoints")]
 _RUNS = _FOLDER / "runs.json"
 _EQUAL = _ROOT / "tools/bulk_mutants/equal.txt"
 _BUILT = ("wrapopt/_wrapopt_*", "wrapopt/bench/_*.so", "tests/cc/_*.so")
@@ -83,10 +83,10 @@ class _Runs:
         for path in sorted((_ROOT / "tests" / room).glob("*_test.py"))],
                           deadline)
 
-  def _key(self, mutant, by):
-    """What the outcome depends on: all, or the test that noticed it."""
+  def _depends_on(self, by):
+    """A digest of what an outcome depends on beside the mutant."""
     if by:
-      return python_runs.digest(_ROOT / mutant.file, _ROOT / by.split(":")[0])
+      return python_runs.digest(_ROOT / by.split(":")[0])
     return f"{self._all} {self._limit} {len(self._reached.files)}"
 
   def outcome(self, mutant):
@@ -95,9 +95,9 @@ class _Runs:
     Returns:
       What noticed it; "" if nothing did; None if it does not compile.
     """
-    name = f"{mutant.file}: {mutant.before} -> {mutant.after}"
-    by, key = self._known.get(name, (None, None))
-    if key is None or key != self._key(mutant, by):
+    name = hashlib.sha256(mutant.text.encode()).hexdigest()
+    by, of = self._known.get(name, (None, None))
+    if of is None or of != self._depends_on(by):
       path = _COPY / mutant.file
       source = path.read_bytes()
       of_python = path.suffix == ".py"
@@ -109,7 +109,7 @@ class _Runs:
               if of_python else self._red_in_cc(mutant))
       finally:
         path.write_bytes(source)
-      self._known[name] = by, self._key(mutant, by)
+      self._known[name] = by, self._depends_on(by)
       self._path.write_text(json.dumps(self._known, indent=0))
     return by
 
@@ -156,10 +156,10 @@ def _files(of):
   """The sources in a folder, or a source."""
   path = _ROOT / of
   return sorted(str(x.relative_to(_ROOT)) for x in (
-      path.glob("*") if path.is_dir() else [path]) if _is_source(x))
+      path.rglob("*") if path.is_dir() else [path]) if _is_source(x))
 
 
-def _run(of, runs, args):
+def _run(of, runs, args, deadline):
   """Runs a sample of the mutants of a folder or file; prints survivors."""
   equal = _equal()
   found = [site for file in _files(of)
@@ -168,7 +168,7 @@ def _run(of, runs, args):
   counts = collections.Counter()
   for site in found:
     if (counts["noticed"] + counts["survived"] == args.sample or
-        time.monotonic() > args.deadline):
+        time.monotonic() > deadline):
       break
     mutant = site()
     if mutant is None:
@@ -191,17 +191,18 @@ def _run(of, runs, args):
 
 
 def main():
+  folders = _FOLDERS + cc_runs.folders(_ROOT)
   parser = argparse.ArgumentParser(
       prog="tools/mutants --bulk", description="Breaks wrapopt in generated "
       "ways, and runs the tests that reach what is broken.")
   parser.add_argument("of", nargs="*", metavar="FOLDER|FILE",
-                      help="by default " + ", ".join(_FOLDERS))
+                      help="by default " + ", ".join(folders))
   parser.add_argument("--sample", type=int, help="how many mutants of each; "
                       "by default all")
   parser.add_argument("--seed", default=str(datetime.datetime.now(
       datetime.timezone.utc).date()), help="draws the sample (today's date)")
   parser.add_argument("--minutes", type=float, default=1e6,
-                      help="after them, no mutant begins")
+                      help="when to end; each folder gets its part")
   parser.add_argument("--limit", type=float, default=120,
                       help="seconds of tests that a mutant may take (120)")
   parser.add_argument("--rooms", nargs="*", default=python_runs.ROOMS,
@@ -209,15 +210,17 @@ def main():
   parser.add_argument("--verbose", action="store_true",
                       help="prints all mutants")
   args = parser.parse_args()
-  args.deadline = time.monotonic() + 60 * args.minutes
-  of = [x.rstrip("/") for x in args.of] or _FOLDERS
-  python_runs.preload()
-  runs = _Runs(args.limit)
-  runs.measure(args.rooms, args.deadline)
+  of = [x.rstrip("/") for x in args.of] or folders
+  deadline = time.monotonic() + 60 * args.minutes
   for each in of:
     if not _files(each):
       parser.error(f"{each} is no folder or file of sources")
-    _run(each, runs, args)
+  python_runs.preload()
+  runs = _Runs(args.limit)
+  runs.measure(args.rooms, deadline)
+  for i, each in enumerate(of):
+    now = time.monotonic()
+    _run(each, runs, args, now + (deadline - now) / (len(of) - i))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,13 @@ _COMPILE = ["g++", "-std=c++17", "-O0", "-w", "-fPIC", "-I.",
             f"-I{sysconfig.get_path('include')}"]
 
 
+def folders(root):
+  """The folders of sources that the tests in C++ include."""
+  return [f"cc/{path.name}" for path in sorted((root / "cc").iterdir())
+          if path.is_dir() and path.name not in (
+              "gpu", "kernels", "native", "ops", "xla")]
+
+
 class Units:
   """The sources of a copy, compiled."""
 
@@ -33,7 +40,8 @@ class Units:
     (copy / "cc/gpu/images.inc").touch()  # No GPU.
     find = lambda pattern: sorted(
         str(path.relative_to(copy)) for path in copy.glob(pattern))
-    self._engine = [x for x in find("cc/engine/*.cc") if "old_glibc" not in x]
+    self._engine = [x for of in folders(copy) for x in find(f"{of}/*.cc")
+                    if "old_glibc" not in x]
     # {library: (its units, options of the linker, files of tests)}.
     self._libraries = {
         "wrapopt/_wrapopt_native.so": (
@@ -122,8 +130,10 @@ class Units:
     Returns:
       The name of the test; "" if none does; None if it does not compile.
     """
-    tests = [x for x in self._tests if any(
-        file in self._needs(unit) for unit in [x, *self._engine])]
+    # Those that include it, or the header of a unit that does.
+    headers = {file} | {f"{unit[:-len('cc')]}h" for unit in self._engine
+                        if file in self._needs(unit)}
+    tests = [x for x in self._tests if headers & self._needs(x)]
     stem = pathlib.Path(file).stem
     for test in sorted(tests, key=lambda x: (
         stem not in x, file not in self._needs(x), len(self._needs(x)))):

@@ -73,8 +73,8 @@ def _child(copy, room, log, limit, function):
 def _pytest(copy, file, scratch, plugin, *args):
   import pytest  # pylint: disable=g-import-not-at-top
   return pytest.main(
-      [str(copy / file), "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler",
-       "--import-mode=importlib", f"--rootdir={copy}",
+      [str(copy / file), "-q", "-p", "no:cacheprovider", "-p",
+       "no:faulthandler", "--import-mode=importlib", f"--rootdir={copy}",
        f"--basetemp={scratch}/pytest", *args], plugins=[plugin])
 
 
