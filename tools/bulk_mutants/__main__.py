@@ -64,6 +64,11 @@ def _equal():
           for block in _EQUAL.read_text().split("\n\n")}
 
 
+def _is_rule(mutant):
+  """The tests in C++ make their reference from the rules, also a changed one."""
+  return mutant.file.startswith("cc/rules/")
+
+
 class _Runs:
   """Runs mutants, and remembers in a file what came out."""
 
@@ -102,7 +107,9 @@ class _Runs:
       source = path.read_bytes()
       of_python = path.suffix == ".py"
       if not of_python:
-        self._units.green()
+        self._units.compile()
+        if not _is_rule(mutant):
+          self._units.green()
       try:
         path.write_text(mutant.text)
         by = (self._red(self._reached.by(mutant, source.decode()), path, source)
@@ -112,6 +119,15 @@ class _Runs:
       self._known[name] = by, self._depends_on(by)
       self._path.write_text(json.dumps(self._known, indent=0))
     return by
+
+  def told(self, mutant):
+    """How many tests reach a mutant, and how many of them run."""
+    if not mutant.file.endswith(".py"):
+      return ""
+    tests = self._reached.by(mutant, (_ROOT / mutant.file).read_text())
+    chosen = python_runs.in_order(tests, self._limit)
+    return "{} of {} tests ran".format(*(
+        sum(map(len, of.values())) for of in (chosen, tests)))
 
   def _red(self, tests, path, original):
     """The first red test in Python that is green without the mutant, or ""."""
@@ -133,8 +149,7 @@ class _Runs:
     return by
 
   def _red_in_cc(self, mutant):
-    by = "" if mutant.file.startswith("cc/rules/") else self._units.red(
-        mutant.file)
+    by = "" if _is_rule(mutant) else self._units.red(mutant.file)
     if by == "":
       originals = {path: path.read_bytes() for path in self._units.paths()}
       try:
@@ -181,7 +196,8 @@ def _run(of, runs, args, deadline):
     counts[kind] += 1
     if kind == "survived" or args.verbose:
       print(f"{kind}: {mutant.file}:{mutant.line}: {mutant.change} "
-            f"({time.monotonic() - start:.0f} s) {by or ''}\n"
+            f"({time.monotonic() - start:.0f} s) "
+            f"{runs.told(mutant) if kind == 'survived' else by or ''}\n"
             f"  {mutant.before}\n  {mutant.after}", flush=True)
   run = counts["noticed"] + counts["survived"]
   print(f"{of}: {counts['noticed']} of {run} noticed "
@@ -203,8 +219,8 @@ def main():
       datetime.timezone.utc).date()), help="draws the sample (today's date)")
   parser.add_argument("--minutes", type=float, default=1e6,
                       help="when to end; each folder gets its part")
-  parser.add_argument("--limit", type=float, default=120,
-                      help="seconds of tests that a mutant may take (120)")
+  parser.add_argument("--limit", type=float, default=600,
+                      help="seconds of tests that a mutant may take (600)")
   parser.add_argument("--rooms", nargs="*", default=python_runs.ROOMS,
                       help="the rooms of tests in Python")
   parser.add_argument("--verbose", action="store_true",

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 
 ROOMS = ("ops", "both", "v1", "checkpoints", "files", "keras", "programs",
          "workers", "fuzz")
@@ -62,6 +63,8 @@ def _child(copy, room, log, limit, function):
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(copy)
+    # Processes that `multiprocessing` starts import the main module.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     path = [str(copy), *(f"{copy}/tests/{x}" for x in ("support", room, "cc"))]
     sys.path[:0] = path
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
