@@ -156,15 +156,24 @@ class _Runs:
         for path, files in self._units.libraries(mutant.file):
           if path is None:
             return None
-          by = self._red({file: dict(self._reached.files[file]["tests"])
-                          for file in files if file in self._reached.files},
-                         path, originals[path])
+          by = self._red(self._named(mutant, files), path, originals[path])
           if by:
             break
       finally:
         for path, content in originals.items():
           path.write_bytes(content)
     return by
+
+  def _named(self, mutant, files):
+    """The tests that have the rule's name in theirs, or all of the files."""
+    tests = {file: dict(self._reached.files[file]["tests"])
+             for file in files if file in self._reached.files}
+    plain = lambda name: name.lower().replace("_", "")
+    named = {file: {test: seconds for test, seconds in of_file.items()
+                    if plain(pathlib.Path(mutant.file).stem) in plain(test)}
+             for file, of_file in tests.items()}
+    named = {file: of_file for file, of_file in named.items() if of_file}
+    return named if named and _is_rule(mutant) else tests
 
 
 def _files(of):
