@@ -65,7 +65,7 @@ def _equal():
 
 
 def _is_rule(mutant):
-  """The tests in C++ make their reference from the rules, also a changed one."""
+  """Whether the tests in C++ make their reference from it, too."""
   return mutant.file.startswith("cc/rules/")
 
 
