@@ -49,7 +49,7 @@ class Units:
             ["-Wl,-soname,_wrapopt_native.so", "-Wl,-Bsymbolic",
              "-Wl,--version-script=tools/exports_core.lds"],
             [f"tests/ops/{name}_test.py" for name in (
-                "bits", "apply", "ema_update", "compensation", "native",
+                "bits", "apply", "ema_update", "native",
                 "averaging_assign", "lazy_averages")]),
         "tests/cc/_rounds.so": (
             [*self._engine, "tests/cc/rounds_module.cc"], [],
