@@ -41,6 +41,22 @@ TEST(DeadlineTimer, TheEarliestDeadline) {
   timer.Cancel(far);
 }
 
+TEST(DeadlineTimer, ACancelledDeadlineDoesNotRing) {
+  Notification held, go, last;
+  bool rang = false;
+  DeadlineTimer& timer = DeadlineTimer::Get();
+  timer.Set(0, [&] {
+    held.Notify();
+    go.Wait();
+  });
+  held.Wait();
+  timer.Cancel(timer.Set(0, [&] { rang = true; }));
+  timer.Set(0, [&] { last.Notify(); });
+  go.Notify();
+  last.Wait();
+  EXPECT_FALSE(rang);
+}
+
 // Threads set deadlines and cancel some. Each rings once, or was cancelled.
 TEST(DeadlineTimer, InThreads) {
   constexpr int kDeadlines = 200;

@@ -591,7 +591,7 @@ TEST(Rounds, NamesThatAreWrong) {
 }
 
 TEST(Rounds, NamesOfAnyBytes) {
-  EXPECT_EQ(InQuotes("a b"), "'a b'");
+  EXPECT_EQ(InQuotes("a ~b"), "'a ~b'");
   EXPECT_EQ(InQuotes({"it's", "\\", "\n\x7f\xff"}),
             "'it\\x27s', '\\x5c', '\\x0a\\x7f\\xff'");
 }
@@ -853,6 +853,28 @@ TEST(Rounds, EndsThatRace) {
     });
     all.Wait();
     EXPECT_EQ(answers, kThreads * kWaits);
+  }
+}
+
+// A part of another place, turn, weight or count begins anew.
+TEST(Arrivals, AddDropsWhatBelongsElsewhere) {
+  struct Sent {
+    Place place;
+    int64_t turn;
+    double weight;
+    size_t count;
+  };
+  for (const Sent& sent : {Sent{{2, 1}, 2, 3, 2}, Sent{{1, 2}, 2, 3, 2},
+                           Sent{{1, 1}, 4, 3, 2}, Sent{{1, 1}, 2, 5, 2},
+                           Sent{{1, 1}, 2, 3, 3}}) {
+    Arrivals<int> arrivals;
+    std::vector<std::vector<int>> dropped;
+    arrivals.Add("a", {1, 1}, 2, 3, 2, 0, {7}, &dropped);
+    dropped.clear();
+    arrivals.Add("a", sent.place, sent.turn, sent.weight, sent.count, 1, {8},
+                 &dropped);
+    EXPECT_EQ(dropped, (std::vector<std::vector<int>>{{7, 0}}));
+    EXPECT_FALSE(arrivals.Find("a")->is_complete());
   }
 }
 

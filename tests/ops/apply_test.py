@@ -316,3 +316,7 @@ def test_what_the_function_refuses():
           {"lr": 1.0, "momentum": 0.5})
   with pytest.raises(ValueError, match="`scalars` must hold lr, got momentum"):
     apply("GradientDescent", {"var": [v]}, [tf.ones([1])], {"momentum": 0.5})
+  for lags, refused in (1, "a variable, got 1"), (v, "of dtype float64, got"):
+    with pytest.raises(TypeError, match=rf"`log_decays\[0\]\[0\]` .*{refused}"):
+      apply("GradientDescent", {"var": [v]}, [tf.IndexedSlices([1.0], [0])],
+            {"lr": 1.0}, [[tf.Variable([1.0])]], [0.5], log_decays=[[lags]])
