@@ -56,7 +56,8 @@ class DiLoCo(_training.LocalTraining):
                most_pushes: int = 4, progress: bool = False,
                only_finite: bool = True, name: str = "diloco",
                resume: bool = False,
-               checkpoint: Union[str, os.PathLike, None] = None) -> None:
+               checkpoint: Union[str, os.PathLike, None] = None,
+               fragments: int = 1, overlap_steps: int = 0) -> None:
     """Takes the center.
 
     Args:
@@ -80,4 +81,5 @@ class DiLoCo(_training.LocalTraining):
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged,
         float(outer_learning_rate), float(outer_momentum), most_pushes,
-        progress, only_finite, name, resume, checkpoint)
+        progress, only_finite, name, resume, checkpoint,
+        fragments, overlap_steps)

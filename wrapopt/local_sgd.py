@@ -58,7 +58,8 @@ class LocalSGD(_training.LocalTraining):
                most_pushes: int = 4, progress: bool = False,
                only_finite: bool = True, name: str = "local_sgd",
                resume: bool = False,
-               checkpoint: Union[str, os.PathLike, None] = None) -> None:
+               checkpoint: Union[str, os.PathLike, None] = None,
+               fragments: int = 1, overlap_steps: int = 0) -> None:
     """Takes the center.
 
     Args:
@@ -125,4 +126,5 @@ class LocalSGD(_training.LocalTraining):
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, only_finite, name, resume, checkpoint)
+        0.0, most_pushes, progress, only_finite, name, resume, checkpoint,
+        fragments, overlap_steps)
