@@ -1,9 +1,6 @@
 """What LocalSGD and DiLoCo share."""
 
-import atexit
 import functools
-import itertools
-import sys
 import typing
 
 import numpy as np
@@ -14,9 +11,9 @@ from tensorflow.python.trackable import base as trackable
 from wrapopt import _checks
 from wrapopt._averages import _partial
 from wrapopt._averages import _swap
-from wrapopt._gates import _staleness
 from wrapopt._loader import ops as raw
 from wrapopt._local import _checkpoints
+from wrapopt._local import _exchanges
 from wrapopt._local import _fragments
 from wrapopt._local import _interrupts
 from wrapopt._local import _layout
@@ -56,21 +53,6 @@ class _Turn(typing.NamedTuple):
   @property
   def assigned(self):
     return [*self.notes, *(self.variables if self.assigns else [])]
-
-
-class _Exchange(typing.NamedTuple):
-  """A fragment's part in a round, in another thread.
-
-  Attributes:
-    fragment: The Fragment.
-    steps, examples: The numbers of those whose values it sends, since the last
-      round of any fragment.
-    call: The `_interrupts.Call`, which returns a Report.
-  """
-  fragment: _fragments.Fragment
-  steps: int
-  examples: int
-  call: typing.Any
 
 
 class LocalTraining(trackable.Trackable):
@@ -113,16 +95,17 @@ class LocalTraining(trackable.Trackable):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     num_workers = _checks.integer("num_workers", num_workers, least=1)
     self.sync_every = _checks.integer("sync_every", sync_every, least=1)
-    fragments = _checks.integer("fragments", fragments, least=1)
-    self.interval, rest = divmod(self.sync_every, fragments)
+    self.fragments = _checks.integer("fragments", fragments, least=1)
+    interval, rest = divmod(self.sync_every, fragments)
     if rest:
       raise ValueError("`sync_every` must be a multiple of fragments = "
                        f"{fragments}, got {sync_every}.")
-    self.overlap_steps = _checks.integer("overlap_steps", overlap_steps, least=0)
-    if overlap_steps >= max(self.interval, 1 + (not overlap_steps)):
+    self.overlap_steps = _checks.integer(
+        "overlap_steps", overlap_steps, least=0)
+    if overlap_steps >= interval:
       raise ValueError(
           "`overlap_steps` must be less than the number of steps between two "
-          f"exchanges, sync_every / fragments = {self.interval}, got "
+          f"exchanges, sync_every / fragments = {interval}, got "
           f"{overlap_steps}.")
     if min_workers is None:
       min_workers = num_workers
@@ -135,14 +118,14 @@ class LocalTraining(trackable.Trackable):
                   _checks.number("grace_secs", grace_secs, least=0))
     if weight not in _WEIGHTS:
       raise ValueError(f"`weight` must be one of {_WEIGHTS}, got {weight!r}.")
-    self._weight = weight
+    self._weighs_examples = weight == "examples"
     _checks.fraction("local_weight", local_weight)
-    self._local_weight = local_weight
-    self._progress = _checks.boolean("progress", progress)
+    progress = _checks.boolean("progress", progress)
     self._only_finite = _checks.boolean("only_finite", only_finite)
     most_pushes = _checks.integer("most_pushes", most_pushes, least=1)
     initial = [v.numpy() for v in self.variables]
-    if bad := self._not_finite(self.variables, initial):
+    if self._only_finite and (
+        bad := _exchanges.not_finite(self.variables, initial)):
       raise ValueError(
           f"`variables` and `averaged` must be finite, since they may become "
           f"the first center, got '{bad}' with NaN or infinity: initialize "
@@ -173,9 +156,11 @@ class LocalTraining(trackable.Trackable):
               layout, rules))
 
     ends = _fragments.divide(described, fragments)
-    self._fragments = [
-        fragment(i, begin, end)
-        for i, (begin, end) in enumerate(zip([0, *ends], ends))]
+    of = [fragment(i, begin, end)
+          for i, (begin, end) in enumerate(zip([0, *ends], ends))]
+    own = self._exchanges = _exchanges.Exchanges(
+        of, interval, overlap_steps, worker, weight, local_weight,
+        self._only_finite, progress)
     self._worker = worker
     self._has_velocities = momentum > 0
     with tf.device("/cpu:0"):
@@ -185,34 +170,28 @@ class LocalTraining(trackable.Trackable):
                                    name="examples")
       # The number of steps at which a turn is due.
       self._due = tf.Variable(0, trainable=False, dtype=tf.int64, name="due")
-    self._exchange = None  # The one in flight.
-    self.report = None
     counts = [self._steps, self._examples, self._due]
-    ends = [_Turn(functools.partial(self._end, f), [*counts, f.held],
-                  f.variables) for f in self._fragments]
-    begins = [_Turn(functools.partial(self._begin, f), counts, f.variables,
-                    False) for f in self._fragments if overlap_steps]
-    self._turns = [*ends, *begins, _Turn(
-        self._restart, [*counts, *(f.held for f in self._fragments)],
-        self.variables)]
-    self._start(initial, checkpoint and self._read_checkpoint(checkpoint))
-
-  def _start(self, initial, saved):
-    """Takes the center; `initial` becomes it if no server has one."""
-    begins = True
-    values = iter(initial)
-    for i, f in enumerate(self._fragments):
-      vectors = f.layout.flatten(
-          [next(values) for _ in f.variables], f.layout.center_dtypes)
-      f.member.start(vectors if begins else None, saved and saved[i])
-      # If another worker has begun the job, all fragments are of that worker.
-      begins = begins and all(map(np.array_equal, vectors, f.member.center))
-    self._assign(self._turns[-1], self._from_centers())
+    self._turns = [
+        _Turn(own.restart, [*counts, *self._held], self.variables),
+        *(_Turn(functools.partial(own.end, f), [*counts, f.held], f.variables)
+          for f in of),
+        *(_Turn(functools.partial(own.begin, f), counts, f.variables, False)
+          for f in of if overlap_steps)]
+    self._assign(self._turns[0], own.start(
+        initial, checkpoint and self._read_checkpoint(checkpoint)))
 
   @property
   def round(self):
     """The number of rounds that ended, an int: of all fragments together."""
-    return sum(f.round for f in self._fragments)
+    return self._exchanges.round
+
+  @property
+  def report(self):
+    return self._exchanges.report
+
+  @property
+  def _held(self):
+    return [f.held for f in self._exchanges.fragments]
 
   def step(self, examples=None, steps=1):
     """Counts an inner step, and takes part in a round if one is due.
@@ -247,7 +226,7 @@ class LocalTraining(trackable.Trackable):
     `tf.errors.InvalidArgumentError` with the same text.
     """
     steps = _checks.integer("steps", steps, least=1)
-    if examples is None and self._weight == "examples":
+    if examples is None and self._weighs_examples:
       raise ValueError("`examples` must be given, since the worker's weight is "
                        "the number of examples, got None.")
     if tf.distribute.has_strategy() and not (
@@ -275,7 +254,7 @@ class LocalTraining(trackable.Trackable):
             lambda: tf.constant(0))
 
   def _take_turn(self):
-    turn = self._turns[self._next(*(f.held.numpy() for f in self._fragments))]
+    turn = self._turns[self._exchanges.next(*(v.numpy() for v in self._held))]
     self._check()
     self._assign(turn, turn.call(
         *(v.numpy() for v in [*turn.notes, *turn.variables])))
@@ -295,9 +274,9 @@ class LocalTraining(trackable.Trackable):
       return tf.constant(0)
 
     return tf.switch_case(
-        tf.numpy_function(self._next,
-                          [f.held.read_value() for f in self._fragments],
-                          tf.int32),
+        tf.numpy_function(
+            self._exchanges.next, [v.read_value() for v in self._held],
+            tf.int32),
         [functools.partial(take, turn) for turn in self._turns])
 
   def _try(self, turn, *state):
@@ -320,22 +299,6 @@ class LocalTraining(trackable.Trackable):
     for v in self.variables:
       _swap.check_unoccupied(v, "step() must not take part in a round")
 
-  def _next(self, *held):
-    """The index of the turn that is due.
-
-    Args:
-      *held: The `held` of each fragment.
-    """
-    if self._exchange:
-      return np.int32(self._exchange.fragment.index)
-    if any(round_ != f.round for round_, f in zip(held, self._fragments)):
-      return np.int32(len(self._turns) - 1)
-    # The first one with the fewest rounds. So no two workers wait in rounds of
-    # different fragments for each other, also if one has missed some rounds.
-    f = min(self._fragments, key=lambda f: f.round)
-    return np.int32(f.index +
-                    (len(self._fragments) if self.overlap_steps else 0))
-
   def leave(self):
     """Lets rounds go on without this worker: it is done.
 
@@ -351,23 +314,14 @@ class LocalTraining(trackable.Trackable):
       tf.errors.DeadlineExceededError: If the server that leads does not answer
         within `round_timeout_secs`.
     """
-    try:
-      if self._exchange:
-        self._tell(self._conclude())
-    finally:
-      for f in self._fragments:
-        f.member.leave()
+    self._exchanges.leave()
 
   def close(self):
     """Ends the sessions with the servers, and does not tell them.
 
     Rounds wait for the worker, as for one that was killed.
     """
-    if self._exchange:
-      self._exchange.call.stop()
-      self._drop()
-    for f in self._fragments:
-      f.member.close()
+    self._exchanges.close()
 
   def __enter__(self):
     return self
@@ -384,10 +338,7 @@ class LocalTraining(trackable.Trackable):
     They were not if a checkpoint was restored, a round ended in an error, or
     others have ended it meanwhile. Eager: asks the servers. Returns a bool.
     """
-    return all(
-        int(f.held.numpy()) == f.round and f.member.is_current()
-        for f in self._fragments
-        if not self._exchange or f is not self._exchange.fragment)
+    return self._exchanges.are_current([int(v.numpy()) for v in self._held])
 
   def scalars(self):
     """The numbers of the last round for TensorBoard, a dict by name, or {}.
@@ -397,15 +348,7 @@ class LocalTraining(trackable.Trackable):
     (the number of members), `rounds/seconds`, `rounds/bytes_sent`, and
     `rounds/not_finite/NAME`, 1 for each worker whose values did not count.
     """
-    report = self.report
-    if report is None:
-      return {}
-    return {"rounds/workers": len(report.workers),
-            "rounds/seconds": report.secs,
-            "rounds/bytes_sent": report.sent,
-            **({"rounds/fragment": report.fragment}
-               if len(self._fragments) > 1 else {}),
-            **{f"rounds/not_finite/{w}": 1 for w in report.not_finite}}
+    return self._exchanges.scalars()
 
   def take_center(self):
     """Assigns the center of the servers, and forgets the steps since a round.
@@ -417,131 +360,7 @@ class LocalTraining(trackable.Trackable):
       tf.errors.DeadlineExceededError: If the servers have no center within
         `round_timeout_secs`.
     """
-    if self._exchange:
-      self._conclude()
-    self._assign(self._turns[-1], self._restart())
-
-  def _begin(self, f, steps, examples, due, *values):
-    """Sends the values of a fragment, in another thread."""
-    del due
-    call = _interrupts.Call(self._exchange_of(f, steps, examples, values))
-    # Python must not end while the thread is in TensorFlow.
-    atexit.register(call.stop)
-    self._exchange = _Exchange(f, int(steps), int(examples), call)
-    return [steps, examples, steps + self.overlap_steps]
-
-  def _end(self, f, steps, examples, due, held, *values):
-    """Sends the values of a fragment unless they are sent, and gets the center.
-
-    Args:
-      f: The Fragment.
-      steps: The number of steps since the last round of any fragment.
-      examples: The number of their examples.
-      due, held: Not used.
-      *values: The values of the variables.
-
-    Returns:
-      What to `_assign` after it.
-    """
-    del due, held
-    if self._exchange:
-      sent, sent_examples = self._exchange[1:3]
-      report = self._conclude()
-    else:
-      sent, sent_examples = int(steps), int(examples)
-      report = self._exchange_of(f, steps, examples, values)()
-    self._tell(report._replace(fragment=f.index))
-    for other in self._fragments:
-      other.steps += sent
-      other.examples += sent_examples
-    f.steps = f.examples = 0
-    # A worker that missed the round has nothing to mix in.
-    return [steps - sent, examples - sent_examples, np.int64(self.interval),
-            np.int64(f.round),
-            *self._from_center(f, values if report.counted else None)]
-
-  def _exchange_of(self, f, steps, examples, values):
-    """A function that takes part in a fragment's round: it returns a Report."""
-    weight = {"equal": 1, "steps": f.steps + int(steps),
-              "examples": f.examples + int(examples)}[self._weight]
-    if weight <= 0:
-      raise ValueError("`examples` must be more than 0 in a round, got "
-                       f"{weight}.")
-    if bad := self._not_finite(f.variables, values):
-      tf.get_logger().warning(
-          "The values of worker '%s' do not count in round %d, since they are "
-          "not finite, '%s' for one. It takes the center. If this goes on, the "
-          "state of its optimizer may not be finite either: restart the "
-          "worker.", self._worker, f.round, bad)
-    return functools.partial(
-        f.member.sync,
-        None if bad else f.layout.flatten(values, f.layout.dtypes),
-        float(weight))
-
-  def _wait(self):
-    """Waits until no exchange is in flight; the step that is due merges it."""
-    if self._exchange:
-      self._exchange.call.wait()
-
-  def _conclude(self):
-    """The Report of the exchange in flight, when it is over."""
-    call = self._exchange.call
-    call.wait()  # Ctrl-C ends the wait, and not the exchange.
-    self._drop()
-    return call.result()
-
-  def _drop(self):
-    if self._exchange:
-      atexit.unregister(self._exchange.call.stop)
-      self._exchange = None
-
-  def _tell(self, report):
-    """Notes and tells what became of a round; an error if it had no values."""
-    self.report = report
-    if self._progress:
-      is_one = len(self._fragments) == 1
-      print(("" if is_one else f"fragment {report.fragment}, ") +
-            f"round {report.round}: {len(report.workers)} workers "
-            f"({', '.join(report.workers)}), {report.secs:.2f} s, "
-            f"{report.sent / 1e6:.2f} MB sent"
-            + ("" if report.counted else f"; '{self._worker}' did not count")
-            + (f"; not finite: {', '.join(report.not_finite)}"
-               if report.not_finite else ""),
-            file=sys.stderr, flush=True)
-    for key, value in self.scalars().items():
-      tf.summary.write(key, tf.constant(value, tf.float32), self.round,
-                       _staleness.metadata("scalars"))
-    if report.not_finite and not report.workers:
-      raise tf.errors.InvalidArgumentError(None, None, (
-          f"No worker of round {report.round - 1} has finite values, got NaN "
-          f"or infinity of {', '.join(report.not_finite)}. The center stays: "
-          "reduce the learning rate, or clip gradients, and restart the "
-          "workers from the center or a checkpoint."))
-
-  def _from_center(self, f, local=None):
-    """A fragment's values to `_assign`, of the center and this worker's."""
-    values = f.layout.split(f.member.center)
-    if local is not None and self._local_weight:
-      w = self._local_weight
-      values = [c + w * (np.asarray(v, c.dtype) - c)
-                for c, v in zip(values, local)]
-    with np.errstate(over="ignore"):
-      values = [np.asarray(c, v.dtype.as_numpy_dtype)
-                for c, v in zip(values, f.variables)]
-    if bad := self._not_finite(f.variables, values):
-      raise tf.errors.InvalidArgumentError(None, None, (
-          f"The center of round {f.round} must be finite in the variables' "
-          f"dtypes, got NaN or infinity for '{bad}': reduce the outer learning "
-          "rate or its momentum, and restore a checkpoint."))
-    return values
-
-  def _not_finite(self, variables, values):
-    """The name of a variable whose value is not finite, None without any.
-
-    None also if values that are not finite count.
-    """
-    return next((v.name for v, x in zip(variables, values)
-                 if self._only_finite and not np.isfinite(x).all()), None)
+    self._assign(self._turns[0], self._exchanges.restart())
 
   def _assign(self, turn, state):
     """Assigns values of a turn: those of shared variables, then the notes."""
@@ -555,37 +374,19 @@ class LocalTraining(trackable.Trackable):
       for v, x in zip(turn.notes, noted):
         v.assign(x)
 
-  def _restart(self, *_):
-    """Takes the center, whatever the worker has done: what to `_assign`."""
-    for f in self._fragments:
-      f.member.start(None)
-    return self._from_centers()
-
-  def _from_centers(self):
-    """What to `_assign` to start from the center that this worker holds."""
-    for f in self._fragments:
-      f.steps = f.examples = 0
-    return [np.int64(0), np.int64(0), np.int64(self.interval),
-            *(np.int64(f.round) for f in self._fragments),
-            *itertools.chain(*map(self._from_center, self._fragments))]
-
   # For tf.train.Checkpoint.
 
   def _serialize_to_tensors(self):
-    self._wait()
-    return _checkpoints.write(
-        self._described,
-        [f.read(self._has_velocities) for f in self._fragments])
+    self._exchanges.wait()
+    return _checkpoints.write(self._described, [
+        f.read(self._has_velocities) for f in self._exchanges.fragments])
 
   def _restore_from_tensors(self, restored_tensors):
-    saved = self._read_tensors(
-        {key: x.numpy() for key, x in restored_tensors.items()})
-    self._wait()
-    self._drop()
-    for f, of_fragment in zip(self._fragments, saved):
-      f.member.restore(*of_fragment)
-      # The next step takes the center, after all variables were restored.
-      f.held.assign(-1)
+    self._exchanges.restore(self._read_tensors(
+        {key: x.numpy() for key, x in restored_tensors.items()}))
+    # The next step takes the center, after all variables were restored.
+    for v in self._held:
+      v.assign(-1)
     self._due.assign(0)
 
   def _read_checkpoint(self, path):
@@ -594,7 +395,8 @@ class LocalTraining(trackable.Trackable):
   def _read_tensors(self, tensors):
     """For each fragment (round, center, velocities); None if there are none."""
     saved = tensors and _checkpoints.read(
-        self._described, tensors, self._fragments, self._only_finite)
+        self._described, tensors, self._exchanges.fragments,
+        self._only_finite)
     if saved and not self._has_velocities:
       saved = [(round_, center, []) for round_, center, _ in saved]
     return saved
