@@ -1,6 +1,7 @@
 """The rule of DiLoCo in NumPy, and servers in processes of their own."""
 
 import multiprocessing
+import threading
 import time
 
 import numpy as np
@@ -27,6 +28,29 @@ class Oracle:
     self.center = self.center - self.rate * (
         way + self.momentum * self.velocity)
     return self.center
+
+
+def run_all(*functions):
+  """Runs functions in threads: the list of their results."""
+  results = [None] * len(functions)
+
+  def run(i):
+    try:
+      results[i] = functions[i]()
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      results[i] = e
+
+  threads = [threading.Thread(target=run, args=(i,))
+             for i in range(len(functions))]
+  for t in threads:
+    t.start()
+  for t in threads:
+    t.join(120)
+    assert not t.is_alive(), "a worker waits for ever"
+  for result in results:
+    if isinstance(result, Exception):
+      raise result
+  return results
 
 
 # Processes are forked from one that has imported TensorFlow.

@@ -14,34 +14,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import FORKS, MOMENTUM, Oracle, Process, RATE, wait_alone
+from local_parts import (FORKS, MOMENTUM, Oracle, Process, RATE, run_all,
+                         wait_alone)
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _server
-
-
-def run_all(*functions):
-  """Runs functions in threads: the list of their results."""
-  results = [None] * len(functions)
-
-  def run(i):
-    try:
-      results[i] = functions[i]()
-    except Exception as e:  # pylint: disable=broad-exception-caught
-      results[i] = e
-
-  threads = [threading.Thread(target=run, args=(i,))
-             for i in range(len(functions))]
-  for t in threads:
-    t.start()
-  for t in threads:
-    t.join(120)
-    assert not t.is_alive(), "a worker waits for ever"
-  for result in results:
-    if isinstance(result, Exception):
-      raise result
-  return results
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}_servers")

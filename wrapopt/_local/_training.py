@@ -66,11 +66,8 @@ class LocalTraining(trackable.Trackable):
   Attributes:
     variables: The shared variables, a list of `tf.Variable`s.
     sync_every: The number of inner steps in a round.
-    report: What became of the last round of this worker, or None: with the
-      attributes `round`, `counted` (whether the worker's values are part of
-      it), `workers` (the names of its members), `not_finite` (the names of
-      workers whose values did not count, since they were not finite), `secs`
-      and `sent` (the number of bytes).
+    fragments: The number of groups of variables that have rounds of their own.
+    overlap_steps: The number of steps in which values travel.
   """
 
   def __init__(self, variables, servers, worker, num_workers, sync_every,
@@ -187,6 +184,13 @@ class LocalTraining(trackable.Trackable):
 
   @property
   def report(self):
+    """What became of the last round of this worker, or None.
+
+    It has the attributes `round`, `counted` (whether the worker's values are
+    part of it), `workers` (the names of its members), `not_finite` (the names
+    of workers whose values did not count, since they were not finite), `secs`,
+    `sent` (the number of bytes) and `fragment` (its index).
+    """
     return self._exchanges.report
 
   @property
@@ -199,7 +203,9 @@ class LocalTraining(trackable.Trackable):
     Call it after each step of the inner optimizer, eagerly or in a
     `tf.function`. In most steps, it only counts. Every `sync_every` steps, it
     sends the variables to the servers, waits for the end of the round, and
-    assigns the center.
+    assigns the center. With `fragments`, it does so with one of them every
+    `sync_every / fragments` steps. With `overlap_steps`, another thread sends
+    and waits, and a later call assigns, which also raises the thread's errors.
 
     Args:
       examples: The number of examples in the batch, an integer or a scalar
@@ -306,20 +312,23 @@ class LocalTraining(trackable.Trackable):
     The last worker goes on alone. The variables stay as they are: the steps
     since the last round are this worker's own. Its next `step` or `take_center`
     brings it back. No effect if another process has taken the worker's name.
+    Values that travel arrive before, and no step assigns the center of their
+    round.
 
     A `with` block calls it at its end. If the block ends with an exception, it
     only calls `close`, so the worker is missing.
 
     Raises:
       tf.errors.DeadlineExceededError: If the server that leads does not answer
-        within `round_timeout_secs`.
+        within `round_timeout_secs`. Also others of `step`, if values travel.
     """
     self._exchanges.leave()
 
   def close(self):
     """Ends the sessions with the servers, and does not tell them.
 
-    Rounds wait for the worker, as for one that was killed.
+    Values that travel may count or not. Rounds wait for the worker, as for one
+    that was killed.
     """
     self._exchanges.close()
 
@@ -345,8 +354,10 @@ class LocalTraining(trackable.Trackable):
 
     In each round, `step` writes them to the default writer of `tf.summary`, if
     there is one, with the number of the round as their step: `rounds/workers`
-    (the number of members), `rounds/seconds`, `rounds/bytes_sent`, and
-    `rounds/not_finite/NAME`, 1 for each worker whose values did not count.
+    (the number of members), `rounds/seconds`, `rounds/bytes_sent`,
+    `rounds/not_finite/NAME`, 1 for each worker whose values did not count, and
+    with fragments `rounds/fragment`. Their step counts the rounds of all
+    fragments.
     """
     return self._exchanges.scalars()
 
@@ -354,7 +365,8 @@ class LocalTraining(trackable.Trackable):
     """Assigns the center of the servers, and forgets the steps since a round.
 
     Call it eagerly after other code has assigned to the variables, so that what
-    it assigned is not sent as if it were trained from the center.
+    it assigned is not sent as if it were trained from the center. It waits for
+    values that travel.
 
     Raises:
       tf.errors.DeadlineExceededError: If the servers have no center within
