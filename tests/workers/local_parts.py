@@ -85,18 +85,21 @@ def _serve(port, pipe):
     time.sleep(1)
 
 
-def wait_alone(traced, address, pipe):
+def wait_alone(traced, address, pipe, overlap_steps=0):
   """A worker that waits for another until it is interrupted.
 
-  Sends the name of the exception, then what the worker has of its round.
+  Sends the name of the exception, then what the worker has of its round. With
+  `overlap_steps`, it sends "waits" first, and its program then ends.
   """
   w = tf.Variable([1.0, 2.0])
-  local = wrapopt.LocalSGD([w], [address], "alone", 2, 1,
-                           round_timeout_secs=600)
+  local = wrapopt.LocalSGD([w], [address], "alone", 2, 1 + overlap_steps,
+                           round_timeout_secs=600, overlap_steps=overlap_steps)
 
   def train():
-    for _ in tf.range(3):
+    for i in tf.range(3 + 2 * overlap_steps):
       w.assign_add([1.0, 1.0])
+      if overlap_steps and i == 2 * overlap_steps:
+        tf.py_function(lambda: pipe.send("waits"), [], [])
       local.step()
 
   try:

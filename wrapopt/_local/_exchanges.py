@@ -33,7 +33,8 @@ class Exchanges:
   """Decides which values are sent, and which ones the variables get.
 
   Steps and examples are those since the last round of any fragment. An exchange
-  that fails leaves them as they are: the next one sends their values.
+  that fails leaves them as they are: the next one sends their values, unless
+  the servers have those of the first.
 
   Attributes:
     fragments: A list of Fragments.
