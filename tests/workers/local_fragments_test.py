@@ -18,7 +18,6 @@ import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _fragments
 from wrapopt._local import _member
-from wrapopt._local import _member
 from wrapopt._local import _settings
 
 # Variables of 3, 4, 1 and 6 numbers, in fragments [3], [4, 1] and [6].
@@ -121,21 +120,22 @@ def test_a_step_returns_while_values_travel():
 def test_all_fragments_are_of_the_worker_that_begins(servers, monkeypatch):
   """Another one comes between its fragments."""
   one, two = zeros(), [tf.Variable(tf.ones(shape)) for shape in SHAPES]
-  has_come, start = threading.Event(), _member.Member.start
   other = threading.Thread(target=lambda: make(
       two, servers, "b", 2, fragments=3))
+  started, start = [], _member.Member.start
 
-  def start_and_let_other_come(self, *args):
-    start(self, *args)
-    if self._name == "b":
-      has_come.set()
-    elif not has_come.is_set():
+  def start_and_let_other_come(self, initial, saved=None):
+    start(self, initial, saved)
+    started.append(self)
+    if started == [self]:
       other.start()
-      assert has_come.wait(60)
+      wait_until(lambda: len(started) > 1, "b has not come")
+      time.sleep(0.5)  # It waits for the next fragment.
 
   monkeypatch.setattr(_member.Member, "start", start_and_let_other_come)
   make(one, servers, "a", 2, fragments=3)
   other.join(60)
+  assert len(started) == 6
   assert_same([v.numpy() for v in two], [v.numpy() for v in one])
 
 
