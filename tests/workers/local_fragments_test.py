@@ -136,7 +136,8 @@ def test_all_fragments_are_of_the_worker_that_begins(servers, monkeypatch):
   make(one, servers, "a", 2, fragments=3)
   other.join(60)
   assert len(started) == 6
-  assert_same([v.numpy() for v in two], [v.numpy() for v in one])
+  for v in *one, *two:
+    np.testing.assert_array_equal(v, tf.zeros(v.shape))
 
 
 @pytest.mark.parametrize("saves, restores", [(3, 3), (1, 3), (3, 1)])
