@@ -15,11 +15,11 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/engine/deadline_timer.h"
 #include "cc/engine/isa.h"
-#include "cc/engine/rounds.h"
 #include "cc/kernels/inputs.h"
 #include "cc/ops/averaging_rounds.h"
+#include "cc/protocols/deadline_timer.h"
+#include "cc/protocols/rounds.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"

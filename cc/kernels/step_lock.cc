@@ -7,10 +7,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/engine/step_lock.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/of_variable.h"
 #include "cc/kernels/variables.h"
+#include "cc/protocols/step_lock.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"

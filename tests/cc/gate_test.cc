@@ -1,5 +1,5 @@
 // The staleness gate without TensorFlow.
-#include "cc/engine/gate.h"
+#include "cc/protocols/gate.h"
 
 #include <gtest/gtest.h>
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "cc/engine/rounds.h"
+#include "cc/protocols/rounds.h"
 
 namespace wrapopt {
 namespace {

@@ -1,7 +1,7 @@
 // The waits of workers in averaging rounds, and their answers. Does not depend
 // on TensorFlow.
-#ifndef WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
-#define WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_ROUND_WAITS_H_
+#define WRAPOPT_CC_PROTOCOLS_ROUND_WAITS_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "cc/engine/arrivals.h"
-#include "cc/engine/deadline_timer.h"
-#include "cc/engine/rounds_status.h"
+#include "cc/protocols/arrivals.h"
+#include "cc/protocols/deadline_timer.h"
+#include "cc/protocols/rounds_status.h"
 
 namespace wrapopt {
 
@@ -173,4 +173,4 @@ inline std::string InQuotes(const std::vector<std::string>& names) {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_ROUND_WAITS_H_

@@ -16,8 +16,8 @@
 // A worker may die when its update is complete, and before it can say so.
 // Whoever then tries the update again passes the token of the first try, and
 // learns that there is nothing left to do.
-#ifndef WRAPOPT_CC_ENGINE_GATE_H_
-#define WRAPOPT_CC_ENGINE_GATE_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_GATE_H_
+#define WRAPOPT_CC_PROTOCOLS_GATE_H_
 
 #include <pthread.h>
 
@@ -319,4 +319,4 @@ class Ticket {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_GATE_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_GATE_H_

@@ -1,4 +1,4 @@
-#include "cc/engine/deadline_timer.h"
+#include "cc/protocols/deadline_timer.h"
 
 #include <time.h>
 

@@ -1,6 +1,6 @@
 // Success or an error of averaging rounds. Does not depend on TensorFlow.
-#ifndef WRAPOPT_CC_ENGINE_ROUNDS_STATUS_H_
-#define WRAPOPT_CC_ENGINE_ROUNDS_STATUS_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_ROUNDS_STATUS_H_
+#define WRAPOPT_CC_PROTOCOLS_ROUNDS_STATUS_H_
 
 #include <sstream>
 #include <string>
@@ -50,4 +50,4 @@ std::string Text(const Parts&... parts) {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_ROUNDS_STATUS_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_ROUNDS_STATUS_H_

@@ -25,8 +25,8 @@
 // deadline, the end of its step or the end of the rounds removes it from the
 // list and runs the callback. Callbacks run after the lock is released, because
 // they may call the rounds again.
-#ifndef WRAPOPT_CC_ENGINE_ROUNDS_H_
-#define WRAPOPT_CC_ENGINE_ROUNDS_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_ROUNDS_H_
+#define WRAPOPT_CC_PROTOCOLS_ROUNDS_H_
 
 #include <algorithm>
 #include <cmath>
@@ -42,10 +42,10 @@
 #include <utility>
 #include <vector>
 
-#include "cc/engine/arrivals.h"
-#include "cc/engine/deadline_timer.h"
-#include "cc/engine/round_waits.h"
-#include "cc/engine/rounds_status.h"
+#include "cc/protocols/arrivals.h"
+#include "cc/protocols/deadline_timer.h"
+#include "cc/protocols/round_waits.h"
+#include "cc/protocols/rounds_status.h"
 
 namespace wrapopt {
 
@@ -692,4 +692,4 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_ROUNDS_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_ROUNDS_H_
