@@ -11,8 +11,9 @@
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/rounds_resource.h"
+#include "cc/kernels/threads.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/averaging_rounds.h"
 #include "cc/protocols/rounds.h"
@@ -190,9 +191,7 @@ class AveragingMeanOp : public OpKernel {
   std::vector<int> counters_;
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>AveragingMean").Device(tensorflow::DEVICE_CPU),
-    AveragingMeanOp);
+WRAPOPT_REGISTER_CPU("AveragingMean", AveragingMeanOp);
 
 }  // namespace
 }  // namespace wrapopt

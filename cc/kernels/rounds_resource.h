@@ -86,6 +86,9 @@ struct RoundsOptions {
   }
 };
 
+// The time of a clock that nobody sets.
+double NowSecs();
+
 // A wait does not keep the rounds alive. Their deletion ends the wait.
 class RoundsResource : public tensorflow::ResourceBase {
  public:

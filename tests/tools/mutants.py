@@ -320,8 +320,8 @@ def _mutants():
           "//tests/cc:rounds_test")
   yield m("rounds: a worker that enters again keeps its turn",
           "cc/protocols/rounds.h",
-          "ForgetTurns(wait.worker, after);\n    return known;",
-          "return known;", "//tests/cc:rounds_test")
+          "ForgetTurns(wait.worker, after);\n    return status;",
+          "return status;", "//tests/cc:rounds_test")
   yield m("rounds: one that has left is waited for", "cc/protocols/rounds.h",
           "members_.size() + absent()", "members_.size()",
           "//tests/cc:rounds_test")
