@@ -2,7 +2,6 @@
 // variables.
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
-#include <type_traits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -19,7 +18,6 @@
 #include "cc/protocols/rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
 
@@ -31,31 +29,6 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-template <class T>
-void Increment(Tensor* count) {
-  T& x = count->scalar<T>()();
-  if constexpr (std::is_integral_v<T>) {
-    // The sum may overflow.
-    x = static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) + 1u);
-  } else {
-    x = x + T(1);
-  }
-}
-
-// A function that adds 1 to a scalar; nullptr if the scalar is not a real
-// number.
-void (*IncrementOf(tensorflow::DataType dtype))(Tensor*) {
-  switch (dtype) {
-#define WRAPOPT_CASE(T)                      \
-  case tensorflow::DataTypeToEnum<T>::value: \
-    return Increment<T>;
-    TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
-#undef WRAPOPT_CASE
-    default:
-      return nullptr;
-  }
-}
 
 class AveragingMeanOp : public OpKernel {
  public:

@@ -52,17 +52,6 @@ int64_t ReadStep(const Tensor& t) {
                                            : t.scalar<int64_t>()();
 }
 
-// The step wraps around on overflow, as in TensorFlow.
-void IncrementStep(Tensor* t) {
-  if (t->dtype() == tensorflow::DT_INT32) {
-    int32_t& step = t->scalar<int32_t>()();
-    step = static_cast<uint32_t>(step) + 1;
-  } else {
-    int64_t& step = t->scalar<int64_t>()();
-    step = static_cast<uint64_t>(step) + 1;
-  }
-}
-
 absl::Status StalenessRecord(OpKernelContext* ctx,
                              Variables::LookupCache* cache) {
   Variables variables(ctx, cache);
@@ -199,7 +188,9 @@ class StalenessCompleteOp : public OpKernel {
                 absl::FailedPreconditionError(
                     "ticket must be completed once, got one whose update is "
                     "complete already"));
-    if (increment_ && counts) IncrementStep(variables.tensor(step));
+    if (increment_ && counts) {
+      IncrementOf(variables.dtype(step))(variables.tensor(step));
+    }
   }
 
  private:
