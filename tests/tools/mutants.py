@@ -349,6 +349,17 @@ def _mutants():
           "wrapopt/_local/_server.py",
           "is_other = holds and", "is_other = False and",
           "//tests/workers:local_training_test")
+  yield m("rounds: two workers begin one job, each a fragment",
+          "wrapopt/_local/_exchanges.py", "begins = begins and all(",
+          "begins = True or all(", "//tests/workers:local_fragments_test")
+  yield m("rounds: workers wait in rounds of different fragments",
+          "wrapopt/_local/_exchanges.py",
+          "min(self.fragments, key=lambda f: f.round)",
+          "self.fragments[self.round % len(self.fragments)]",
+          "//tests/workers:local_fragments_test")
+  yield m("rounds: steps in which values travel are forgotten",
+          "wrapopt/_local/_exchanges.py", "return [steps - sent,",
+          "return [steps - steps,", "//tests/workers:local_oracle_test")
   yield m("rounds: weights that a callback has restored are sent",
           "wrapopt/keras/local_rounds.py",
           "if changed or not", "if not", "//tests/keras:local_rounds_test")

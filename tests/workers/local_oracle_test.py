@@ -2,13 +2,15 @@
 
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from local_parts import FORKS, Oracle, Process, run_all
 import wrapopt
-from local_parts import FORKS, Oracle, Process
+from wrapopt import server as server_module
 
 ROUNDS = 20
 
@@ -149,3 +151,116 @@ def test_a_job_in_fit_that_was_killed(tmp_path):
     np.testing.assert_array_equal(center, centers[0])
     np.testing.assert_allclose(center, oracle.center, rtol=0, atol=1e-4)
   assert not any((tmp_path / f"{k}/local/center").exists() for k in range(2))
+
+
+SHAPES = (3,), (2, 2), (), (6,)
+# The ends of the fragments, by their number: the largest is the smallest.
+ENDS = {1: [14], 2: [7, 14], 3: [3, 8, 14]}
+AWAY = range(5, 9)  # The exchanges without the second worker.
+
+
+def streaming(deltas, ends, overlap_steps, local_weight):
+  """What the paper of Streaming DiLoCo makes of two workers' steps.
+
+  Args:
+    deltas: For each worker, how far its steps go: [exchanges, steps, values].
+    ends: Those of the fragments.
+    overlap_steps: Its tau.
+    local_weight: Its alpha.
+
+  Returns:
+    For each worker, its values after each step; those of an exchange that it
+    is away from are 0.
+  """
+  fragments = [slice(*x) for x in zip([0, *ends], ends)]
+  oracles = [Oracle(np.zeros(s.stop - s.start)) for s in fragments]
+  values = [np.zeros(ends[-1]) for _ in deltas]
+  steps = np.zeros([len(deltas), len(ends)])  # Since the last round of each.
+  seen = [np.zeros(d.shape) for d in deltas]
+
+  def merge(k, e):
+    s, oracle = fragments[e % len(ends)], oracles[e % len(ends)]
+    values[k][s] = (local_weight * values[k][s] +
+                    (1 - local_weight) * oracle.center)
+
+  for e in range(len(deltas[0])):
+    here = [0] if e in AWAY else [0, 1]
+    if e == AWAY.stop:
+      values[1], steps[1] = np.concatenate([o.center for o in oracles]), 0
+    for k in here:
+      for i, delta in enumerate(deltas[k][e]):
+        values[k] += delta
+        if i + 1 == overlap_steps and e and not (k and e == AWAY.stop):
+          merge(k, e - 1)
+        seen[k][e, i] = values[k]
+      steps[k] += len(deltas[k][e])
+    p = e % len(ends)
+    oracles[p].end_round([values[k][fragments[p]] for k in here],
+                         steps[here, p])
+    steps[here, p] = 0
+    for k in here:
+      if not overlap_steps:
+        merge(k, e)
+        seen[k][e, -1] = values[k]
+  return seen
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("fragments, overlap_steps, local_weight", [
+    (1, 1, 0.5), (2, 1, 0.0), (3, 0, 0.25), (3, 1, 0.5)])
+def test_fragments_and_overlap(
+    fragments, overlap_steps, local_weight, traced):
+  """A worker leaves while its values travel, and comes back."""
+  servers = [server_module.start().target for _ in range(2)]
+  deltas = [np.random.default_rng(k).normal(
+      size=(ROUNDS * fragments, 2 + k, 14)).astype(np.float32)
+            for k in range(2)]
+  is_settled, is_back = threading.Event(), threading.Event()
+
+  def worker(k):
+
+    def start():
+      w = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+      local = wrapopt.DiLoCo(
+          w, servers, f"w{k}", 2, (2 + k) * fragments, round_timeout_secs=60,
+          local_weight=local_weight, fragments=fragments,
+          overlap_steps=overlap_steps, resume=True)
+
+      def step(x):
+        for v, d in zip(w, tf.split(x, [3, 4, 1, 6])):
+          v.assign_add(tf.reshape(d, v.shape))
+        local.step()
+
+      return w, local, tf.function(step) if traced else step
+
+    w, local, step = start()
+    seen = np.zeros(deltas[k].shape)
+    for e, of_exchange in enumerate(deltas[k]):
+      if k and e == AWAY.start:
+        local.leave()
+        assert local.report.counted and local.round == e
+      if k and e in AWAY:
+        continue
+      if e == AWAY.stop:
+        if k:
+          is_settled.wait(60)
+          w, local, step = start()
+          is_back.set()
+        else:
+          local._exchanges.wait()
+          is_settled.set()
+          is_back.wait(60)
+      for i, x in enumerate(of_exchange):
+        step(tf.constant(x))
+        seen[e, i] = np.concatenate([np.ravel(v) for v in w])
+    local._exchanges.wait()
+    assert local.round == len(deltas[k])
+    return seen, [f.member.center for f in local._exchanges.fragments]
+
+  (one, center), (other, of_other) = run_all(
+      *[lambda k=k: worker(k) for k in range(2)])
+  want = streaming(deltas, ENDS[fragments], overlap_steps, local_weight)
+  for got, right in zip((one, other), want):
+    np.testing.assert_allclose(got, right, rtol=0, atol=1e-4)
+  for a, b in zip(center, of_other):
+    np.testing.assert_array_equal(a, b)

@@ -14,34 +14,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import FORKS, MOMENTUM, Oracle, Process, RATE, wait_alone
+from local_parts import (FORKS, MOMENTUM, Oracle, Process, RATE, run_all,
+                         wait_alone)
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _server
-
-
-def run_all(*functions):
-  """Runs functions in threads: the list of their results."""
-  results = [None] * len(functions)
-
-  def run(i):
-    try:
-      results[i] = functions[i]()
-    except Exception as e:  # pylint: disable=broad-exception-caught
-      results[i] = e
-
-  threads = [threading.Thread(target=run, args=(i,))
-             for i in range(len(functions))]
-  for t in threads:
-    t.start()
-  for t in threads:
-    t.join(120)
-    assert not t.is_alive(), "a worker waits for ever"
-  for result in results:
-    if isinstance(result, Exception):
-      raise result
-  return results
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}_servers")
@@ -54,6 +32,10 @@ def servers(request):
 def make(cls, variables, servers, worker, num_workers, **kwargs):
   kwargs = {"round_timeout_secs": 20, "sync_every": 2, **kwargs}
   return cls(variables, servers, worker, num_workers, **kwargs)
+
+
+def member(local):
+  return local._exchanges.fragments[0].member
 
 
 def grad(worker, round_, shape):
@@ -208,7 +190,7 @@ def test_rounds_go_on_without_workers_that_have_left(servers, how):
         seen.append((local.round, "".join(local.report.workers)))
         if (name, local.round) == ("a", 4):  # Alone.
           back.set()
-          lead = local._member._lead
+          lead = member(local)._lead
           wait_until(lambda: lead.state()[0].left == ("c",), "b is not back")
       if how == "leave":
         local.leave()
@@ -309,7 +291,7 @@ def test_a_worker_without_values_does_not_begin_the_grace():
   v.assign_add(v)  # Infinite in float16.
   thread = threading.Thread(target=bad.step)
   thread.start()
-  [lead] = good._member._servers
+  [lead] = member(good)._servers
   while lead.state()[1].without_values != ("bad",):
     pass
   w.assign([np.float16(3)])
@@ -389,7 +371,7 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
   try:
     watcher = make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
                    [server.address], "other", 2)
-    [lead] = watcher._member._servers
+    [lead] = member(watcher)._servers
     while lead.state()[0].workers != ("alone",):
       pass
     if stopped:
@@ -442,7 +424,7 @@ def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
   for error, cls in ((RuntimeError, tf.errors.FailedPreconditionError),
                      (ValueError, tf.errors.InvalidArgumentError),
                      (TypeError, tf.errors.InvalidArgumentError)):
-    monkeypatch.setattr(local._member, "sync", lambda *_, e=error: fails(e))
+    monkeypatch.setattr(member(local), "sync", lambda *_, e=error: fails(e))
     with pytest.raises(cls, match="no one reads this") as raised:
       step()
     assert str(raised.value).count("no one reads this") == 1
@@ -743,8 +725,8 @@ def test_examples_of_a_round_are_those_of_its_steps(in_graph, monkeypatch):
   w = tf.Variable([0.0])
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=5,
                weight="examples")
-  weights, sync = [], local._member.sync
-  monkeypatch.setattr(local._member, "sync", lambda vectors, weight: (
+  weights, sync = [], member(local).sync
+  monkeypatch.setattr(member(local), "sync", lambda vectors, weight: (
       weights.append(weight) or sync(vectors, weight)))
 
   @tf.function
@@ -889,7 +871,7 @@ def test_an_error_is_not_searched_for_names_of_ops():
   server = server_module.start()
   w = tf.Variable(1.0)
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
-  [server] = local._member._servers
+  [server] = member(local)._servers
   server.state()
   text = "{{node " + "[[{{" * 100_000
 
@@ -907,7 +889,7 @@ def test_others_are_answered_between_parts_of_values(monkeypatch):
   local, other = [
       make(wrapopt.LocalSGD, [w], [server.target], name, 2, min_workers=1,
            grace_secs=0) for name in "ab"]
-  [lead] = other._member._servers
+  [lead] = member(other)._servers
   run, calls = _server.Server._run, []
 
   def run_and_ask(self, fetches, wait_secs=0.0, **values):

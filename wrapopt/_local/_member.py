@@ -36,6 +36,7 @@ class Report(typing.NamedTuple):
       not finite.
     secs: The time it took.
     sent: The number of bytes of values that this worker has sent.
+    fragment: The index of the fragment of the variables.
   """
   round: int
   counted: bool
@@ -43,6 +44,7 @@ class Report(typing.NamedTuple):
   not_finite: tuple
   secs: float
   sent: int
+  fragment: int = 0
 
 
 class Member:
