@@ -20,9 +20,9 @@ from wrapopt._gates import _tokens
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
-from wrapopt._v1 import _gate_counts
-from wrapopt._v1 import _slots
-from wrapopt._v1 import _step
+from wrapopt._v1._averages import _slots
+from wrapopt._v1._steps import _gate_counts
+from wrapopt._v1._steps import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1

@@ -13,11 +13,11 @@ from wrapopt import ops
 from wrapopt._types import (
     Float, Gradient, GradsAndVars, Integer, Loss, Operation, SessionRunHook,
     V1Optimizer, Variable)
-from wrapopt._v1 import _centers
-from wrapopt._v1 import _control_flow
-from wrapopt._v1 import _elastic
-from wrapopt._v1 import _step
-from wrapopt._v1 import _swapping_saver
+from wrapopt._v1._evaluation import _swapping_saver
+from wrapopt._v1._graphs import _control_flow
+from wrapopt._v1._steps import _step
+from wrapopt._v1._workers import _centers
+from wrapopt._v1._workers import _elastic
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1

@@ -10,10 +10,10 @@ from wrapopt import ops
 from wrapopt._local import _in_graph
 from wrapopt._types import (
     GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
-from wrapopt._v1 import _centers
-from wrapopt._v1 import _control_flow
-from wrapopt._v1 import _step
-from wrapopt._v1 import _stops
+from wrapopt._v1._graphs import _control_flow
+from wrapopt._v1._steps import _step
+from wrapopt._v1._workers import _centers
+from wrapopt._v1._workers import _stops
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1

@@ -15,10 +15,10 @@ from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
-from wrapopt._v1 import _averaging
-from wrapopt._v1 import _slots
-from wrapopt._v1 import _step
-from wrapopt._v1._swapping_saver import SwappingSaver
+from wrapopt._v1._averages import _averaging
+from wrapopt._v1._averages import _slots
+from wrapopt._v1._evaluation._swapping_saver import SwappingSaver
+from wrapopt._v1._steps import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 

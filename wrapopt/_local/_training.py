@@ -10,7 +10,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.trackable import base as trackable
 
 from wrapopt import _checks
-from wrapopt._averages import _partial
+from wrapopt._averages import _companions
 from wrapopt._averages import _swap
 from wrapopt._gates import _staleness
 from wrapopt._loader import ops as raw
@@ -19,7 +19,7 @@ from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
 from wrapopt._local import _settings
-from wrapopt._v1 import _centers
+from wrapopt._v1._workers import _centers
 from wrapopt.ops import _lagging
 
 _WEIGHTS = ("steps", "examples", "equal")
@@ -194,7 +194,7 @@ class LocalTraining(trackable.Trackable):
         self._assign(self._sync(*(v.numpy() for v in self._state)))
       return
 
-    _partial.check(self.variables, type(self).__name__)
+    _companions.check(self.variables, type(self).__name__)
     _interrupts.watch()
 
     def sync():
@@ -310,7 +310,7 @@ class LocalTraining(trackable.Trackable):
     Returns:
       What to `_assign` after it.
     """
-    _partial.check(self.variables, type(self).__name__)
+    _companions.check(self.variables, type(self).__name__)
     for v in self.variables:
       _swap.check_unoccupied(v, "step() must not take part in a round")
     if held != self.round:

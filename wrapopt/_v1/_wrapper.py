@@ -6,11 +6,11 @@ from typing import Any, Optional
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt import _composition
-from wrapopt._v1 import _averaging
-from wrapopt._v1 import _slots
-from wrapopt._v1 import _step
+from wrapopt._types import Gradient, Loss, Operation, Variable
+from wrapopt._v1._averages import _averaging
+from wrapopt._v1._averages import _slots
+from wrapopt._v1._steps import _inner
 
 
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):
@@ -52,7 +52,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       cls._has_own_step = "_take" not in vars(cls)
 
   # The protocol of wrappers, which calls from the outside to the inside. A
-  # wrapper overrides some of these methods. `_step.Innermost` ends the chain.
+  # wrapper overrides some of these methods. `_inner.Inner` ends the chain.
 
   _has_own_step = False
 
@@ -108,7 +108,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     if isinstance(opt, WrapperOptimizer) and not (
         opt._has_own_step or "apply_gradients" in vars(opt)):
       return opt
-    return _step.Innermost(opt)
+    return _inner.Inner(opt)
 
   # The public interface.
 
@@ -240,8 +240,9 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   # children and slots are also those of the wrapper.
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    return {**(self._averages.refusal.children() if self._averages is not None
-               and save_type == "checkpoint" else {}),
+    return {**(self._averages.write_check.children()
+               if self._averages is not None and save_type == "checkpoint"
+               else {}),
             **self._optimizer._trackable_children(save_type, **kwargs),
             **super()._trackable_children(save_type, **kwargs)}
 

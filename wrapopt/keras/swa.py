@@ -6,10 +6,10 @@ import keras
 
 from wrapopt import _checks
 from wrapopt import ops
-from wrapopt.keras import _averaging
-from wrapopt.keras import _followers
-from wrapopt.keras import _store
 from wrapopt.keras import _wrapper
+from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _store
+from wrapopt.keras._steps import _step
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -146,7 +146,7 @@ class SWA(_wrapper.WrapperOptimizer):
       n = ops.float64(n)
       ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
 
-    _followers.where(counts, count)
+    _step.where(counts, count)
 
   def check_batches_per_epoch(self, batches: int, fewer: int = 0) -> None:
     """Raises an error if `steps_per_epoch` is for other epochs."""
