@@ -205,10 +205,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Even if True, the inner optimizer takes the step if a variable has a
     constraint or is listed twice.
     """
-    return self._has_one_pass()
+    return self._fuses()
 
-  def _has_one_pass(self):
-    return self._fused is not False and super()._has_one_pass()
+  def _fuses(self):
+    return self._fused is not False and super()._fuses()
 
   # Recording the step
 
@@ -402,7 +402,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _records.new_stateful_ops() as new:
-          taken = self._inner._take(step.with_one_pass(self._fused)._replace(
+          taken = self._inner._take(step.with_fused(self._fused)._replace(
               global_step=global_step, options=options, accept=verdict.accept,
               transform=self._transform(verdict.staleness,
                                         gradients[0].device),

@@ -330,7 +330,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     with self._making_state(), tf.control_dependencies(_step.check(step)):
       stepped = self._inner._take(step._replace(
           global_step=None, name=None, averages=None,
-          rows_stay=False)).done
+          only_touched=False)).done
     steps = [] if step.global_step is None else [step.global_step]
     with tf.name_scope(self._name):
       due, not_due, counted = _centers.count_step(self._local_step, stepped,
@@ -348,7 +348,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   def _making_state(self):
     return _centers.worker_state(self._getter.worker_device)
 
-  def _has_one_pass(self):
+  def _fuses(self):
     return False  # An exchange may follow the inner optimizer's step.
 
   def _copies(self, variables):

@@ -100,7 +100,7 @@ def everything(model):
     found.append(getattr(opt, "inner_optimizer", None))
   state = values(model.weights) + values(found[-2].variables)
   for opt in found[1:-1]:
-    if hasattr(opt, "_state"):
+    if hasattr(opt, "_store"):
       state += values(s for s, _ in opt._store.state.pairs())
   return state
 
@@ -519,7 +519,7 @@ def load_before_build(model, path):
 
 def state(opt):
   """The averages and counts of all wrappers."""
-  wrappers = [x for x in [opt, *_views.within(opt)] if hasattr(x, "_state")]
+  wrappers = [x for x in [opt, *_views.within(opt)] if hasattr(x, "_store")]
   return [x for w in wrappers for x in [
       *(average for average, _ in w._store.state.pairs()),
       *(count for count, _ in w._store.state._counts.values())]]
@@ -933,7 +933,7 @@ def test_factors_that_keras_merges(quantized, layer, way, kind, tmp_path):
     else:
       with pytest.MonkeyPatch.context() as patch:
         if way == "earlier":  # Which saved them.
-          patch.setattr(wrapopt.keras._latest, "_MERGED", ())
+          patch.setattr(wrapopt.keras._averages._last_file, "_MERGED", ())
         of.save_weights(path)
       if way == "earlier":
         without_owners(path)

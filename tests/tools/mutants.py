@@ -393,8 +393,8 @@ def _mutants():
           "        pass", "//tests/both:stale_rows_test")
   yield m("Keras: rows lag behind although a wrapper changes all",
           "wrapopt/keras/_steps/_inner.py",
-          "rows_stay=not any(f.changes_weights for f in others)",
-          "rows_stay=True", "//tests/keras:lazy_test")
+          "only_touched=not any(f.changes_weights for f in others)",
+          "only_touched=True", "//tests/keras:lazy_test")
   yield m("Keras: duplicates are always summed",
           "wrapopt/keras/_steps/_inner.py",
           "self._sums = any(f.sum_duplicates for f in wrappers)",
@@ -491,8 +491,8 @@ def _mutants():
        "tf.control_dependencies(_records.updates(new))",
        "tf.control_dependencies([])"),
       ("the number is the count of now", "_steps/_inner",
-       "_admission.Number(asked.number, iterations.dtype)",
-       "_admission.Number(tf.identity(iterations), iterations.dtype)"),
+       "_admission.StepNumber(asked.number, iterations.dtype)",
+       "_admission.StepNumber(tf.identity(iterations), iterations.dtype)"),
       ("a step that fails keeps its place", "_steps/_inner",
        "asked.ticket = None", "pass")):
     yield m(f"Keras gate: {name}", f"wrapopt/keras/{file}.py", before, after,

@@ -68,7 +68,7 @@ class KeptAverages:
         variable, _decays.place_of_origin(self.decays[k], self.decays))
     return _bias_correction.BiasCorrected(
         *map(self.value_of, (variable, found, origin)), self.decays[k],
-        _Steps(self, self.group_of(variable)))
+        _StepsNow(self, self.group_of(variable)))
 
   def pairs(self, variables, k):
     """The (variable, average) pairs of those that are averaged: a list."""
@@ -82,7 +82,7 @@ class KeptAverages:
             for s in [self.read(v, k)] if s is not None]
 
 
-class _Steps(typing.NamedTuple):
+class _StepsNow(typing.NamedTuple):
   """A function of the number of steps, equal for averages of one group."""
   kept: KeptAverages
   group: typing.Any

@@ -120,7 +120,7 @@ class InterpolatingOptimizer(_wrapper.WrapperOptimizer):
     return self._inner._take(step._replace(points=_interpolation.Points(
         z, points.state_of(graph), self._schedule, settle)))
 
-  def _has_one_pass(self):
+  def _fuses(self):
     return False  # A MovingAverageOptimizer cannot be around this one.
 
   # State

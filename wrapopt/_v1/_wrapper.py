@@ -89,9 +89,9 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     """
     return self._inner._recording(loss, global_step)
 
-  def _has_one_pass(self):
+  def _fuses(self):
     """Whether a native op can take the inner step and update averages."""
-    return self._inner._has_one_pass()
+    return self._inner._fuses()
 
   def _innermost(self):
     """The optimizer inside of all wrappers."""

@@ -34,14 +34,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   Attributes:
     changes_weights: Whether `_follow` may change weights that the step did not.
       It then calls the step's `constrain`.
-    in_pass: Whether its work is done in the pass of a step that is one op.
+    in_op: Whether its work is done in the op, if the step is one op.
     is_gate: Whether `_admit` decides which steps are taken. It does not follow
       them.
     sum_duplicates: The argument of the wrapper.
   """
 
   changes_weights = False
-  in_pass = False
+  in_op = False
   is_gate = False
 
   # The `_averaging.Averages` that replace the weights, or None. Its class
@@ -230,7 +230,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     Even if True, the inner optimizer takes the step in a CentralStorageStrategy
     and in a TPUStrategy.
     """
-    return all(map(self._has_op, _views.innermost(self)))
+    return all(map(self._fuses, _views.innermost(self)))
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
@@ -288,7 +288,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   # step. See _inner.py, which calls it.
 
   @staticmethod
-  def _has_op(opt):
+  def _fuses(opt):
     """Whether a native op takes the step of an optimizer inside."""
     return _rules.has_rule(type(opt))
 

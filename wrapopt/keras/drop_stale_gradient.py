@@ -91,7 +91,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   or of its thread.
   """
 
-  in_pass = True
+  in_op = True
   is_gate = True
 
   def __init__(

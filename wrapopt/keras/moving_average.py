@@ -92,7 +92,7 @@ class MovingAverage(_wrapper.WrapperOptimizer):
   `shadow_copy`, `swap_weights` and `assign_average_vars`.
   """
 
-  in_pass = True
+  in_op = True
 
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
@@ -303,6 +303,7 @@ class MovingAverage(_wrapper.WrapperOptimizer):
         self._averages.found(variable, self._store.rows[0]))
 
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
 

@@ -117,13 +117,14 @@ class PrimalAverage(_wrapper.WrapperOptimizer):
   average = _points.average
   z = _points.z
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
   averages_by_decay = _averaging.averages_by_decay
   decays = _averaging.decays
   set_model = _averaging.set_model
 
-  _has_op = staticmethod(_rules.may_be_interpolated)
+  _fuses = staticmethod(_rules.may_be_interpolated)
 
   def _building(self):
     return self._averages.building()

@@ -122,6 +122,7 @@ class SWA(_wrapper.WrapperOptimizer):
 
   average = _averaging.average
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
   averages_by_decay = _averaging.averages_by_decay

@@ -120,7 +120,7 @@ class Averages(_kept_averages.KeptAverages):
     if _slots.graph_of_state() is None:
       self.refuse_swapped_in(None, "apply_gradients")
     # Else, a Plan moves all rows.
-    few = step.rows_stay and in_order and len(variables) == len(listed)
+    few = step.only_touched and in_order and len(variables) == len(listed)
     sparse = {v.ref() for g, v in grads_and_vars
               if few and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.

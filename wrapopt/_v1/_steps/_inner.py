@@ -84,7 +84,7 @@ class Inner:
     rule, averages = _rules.rule_of(self._opt), step.averages
     is_late = averages is not None and averages.schedule.is_called
     return rule if (
-        rule is not None and step.one_pass and not is_late and
+        rule is not None and step.fused and not is_late and
         step.options.keys() <= _OPTIONS and
         _rules.can_apply(self._opt, step.grads_and_vars)) else None
 
@@ -149,7 +149,7 @@ class Inner:
     del loss, global_step
     return contextlib.nullcontext()
 
-  def _has_one_pass(self):
+  def _fuses(self):
     return _rules.rule_of(self._opt) is not None
 
   def _innermost(self):
@@ -174,5 +174,6 @@ def _plan_of(step, rule):
   return _plan.Plan(
       [g for g, _ in pairs], variables,
       averages.of(variables) if averages else (), rule=rule and rule.rule,
-      rows_stay=step.rows_stay and averages is not None and averages.in_order,
+      only_touched=(step.only_touched and averages is not None and
+                    averages.in_order),
       untrained=averages.untrained if averages else ())

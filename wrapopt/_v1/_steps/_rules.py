@@ -202,7 +202,7 @@ def apply_gradients(opt, rule, step, counts):
   plan = _plan.Plan(
       grads, variables, averages.shadows_by_decay if has_shadows else (),
       rule=rule.rule,
-      rows_stay=step.rows_stay and has_shadows and averages.in_order,
+      only_touched=step.only_touched and has_shadows and averages.in_order,
       untrained=averages.untrained if averages else ())
   first = plan.first
   if averages and not has_shadows:

@@ -37,12 +37,12 @@ class Step(typing.NamedTuple):
     transform: A function that is applied to each accepted gradient, or None.
     compensation: The `_compensation.Compensated` of the step, or None. A step
       that has it has no `transform`.
-    averages: The `_plan.Averages` that this step updates, or None.
+    averages: The `_plan.StepAverages` that this step updates, or None.
     points: The `_interpolation.Points` of the step, or None. A step that has
       them has no averages and no `accept`.
-    one_pass: Whether a native op takes the step if there is one. None if no
+    fused: Whether a native op takes the step if there is one. None if no
       wrapper has set it; False if one has disabled it.
-    rows_stay: False if a wrapper may change rows that no gradient touches,
+    only_touched: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
     train_ops: The collection of train ops before the step.
   """
@@ -53,16 +53,16 @@ class Step(typing.NamedTuple):
   accept: typing.Any = True
   transform: typing.Callable | None = None
   compensation: _compensation.Compensated | None = None
-  averages: _plan.Averages | None = None
+  averages: _plan.StepAverages | None = None
   points: _interpolation.Points | None = None
-  one_pass: bool | None = None
-  rows_stay: bool = True
+  fused: bool | None = None
+  only_touched: bool = True
   train_ops: typing.Sequence = ()
 
-  def with_one_pass(self, fused):
-    """This step with `one_pass` set by the argument `fused` of a wrapper."""
-    allowed = fused is not False and self.one_pass is not False
-    return self._replace(one_pass=allowed)
+  def with_fused(self, fused):
+    """This step with the argument `fused` of a wrapper."""
+    allowed = fused is not False and self.fused is not False
+    return self._replace(fused=allowed)
 
 
 class Taken(typing.NamedTuple):
@@ -159,7 +159,7 @@ def follow(applied, averages):
 
   Args:
     applied: An operation or tensor that runs after the step, or None.
-    averages: `_plan.Averages`, or None.
+    averages: `_plan.StepAverages`, or None.
 
   Returns:
     `applied`, or an operation that has also updated the averages, or None.

@@ -383,6 +383,23 @@ def seed_averages(self) -> None:
   self._store.state.seed()
 
 
+def assign_averages(self, model: keras.Model,
+                    decay: Optional[_decay.Decay]) -> None:
+  """Sets the variables of a model to their averages.
+
+  Args:
+    model: A model with variables that the optimizer averages.
+    decay: Which of several decays; None for the first.
+
+  Raises:
+    RuntimeError: If averages are in place, or a variable that has an average
+      has left the model.
+    ValueError: If the optimizer averages no variable of `model`, or does not
+      have the decay.
+  """
+  self._averages.assign(model, decay)
+
+
 @contextlib.contextmanager
 def averaged_weights(
     self, model: Optional[keras.Model] = None, *,

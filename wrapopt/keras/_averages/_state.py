@@ -21,7 +21,7 @@ from wrapopt.keras._evaluation import _detachment
 from wrapopt.keras._variables import path_of, value_of
 
 
-class Count(typing.NamedTuple):
+class CountValues(typing.NamedTuple):
   """Values of a count, see `_store.Store.make_count`."""
   value: typing.Any
   seeded: typing.Any
@@ -102,7 +102,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._late, self._before_late = {}, None
     self.waiting = _assignments.Waiting()
     self.block = _block.Block()
-    self._counts = {}  # (variable, Count) by name.
+    self._counts = {}  # (variable, CountValues) by name.
     self._noted = None  # See `note_weights`.
 
   def _obj_type(self):
@@ -216,7 +216,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     object_map[self] = _Copy(self._serialize_to_tensors())
 
   def add_count(self, name, variable, value):
-    """Adds a variable with a Count."""
+    """Adds a variable with CountValues."""
     self._counts[name] = variable, value
     self._keep(variable)
     self._track_trackable(variable.value, name)

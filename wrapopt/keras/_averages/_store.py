@@ -105,7 +105,7 @@ class Store:
       count = _variables.StateVariable.of(self._optimizer.add_variable(
           shape=np.shape(value), dtype=dtype, name=name,
           initializer=lambda shape, dtype: tf.constant(value, dtype, shape)))
-    self.state.add_count(name, count, _state.Count(
+    self.state.add_count(name, count, _state.CountValues(
         value, value if seeded is None else seeded, **kwargs))
     return count
 

@@ -81,7 +81,7 @@ class Block:
     return in_file
 
   def count_in_file(self, variable, count):
-    """The value that a file gets now of a variable with a `_state.Count`."""
+    """What a file gets now of a variable with a `_state.CountValues`."""
     value = variable.numpy()
     return count.swapped_in(value) if self._swapped_in else value
 

@@ -38,7 +38,7 @@ class Admitted(typing.NamedTuple):
   compensation: typing.Any = None
 
 
-class Number:
+class StepNumber:
   """The number of a step, in the place of `iterations` while it is taken.
 
   Schedules compute with it as with a variable of Keras.
@@ -78,12 +78,12 @@ class Number:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq",
               "ne", "lt", "le", "gt", "ge"):
   _function = getattr(operator, _name)
-  setattr(Number, f"__{_name}__",
+  setattr(StepNumber, f"__{_name}__",
           lambda self, x, f=_function: f(self.value, x))
-  setattr(Number, f"__r{_name}__",
+  setattr(StepNumber, f"__r{_name}__",
           lambda self, x, f=_function: f(x, self.value))
 for _name in ("neg", "abs"):
-  setattr(Number, f"__{_name}__",
+  setattr(StepNumber, f"__{_name}__",
           lambda self, f=getattr(operator, _name): f(self.value))
 
 
@@ -96,7 +96,7 @@ class Asked:
 
   Attributes:
     accept: Whether to take it: True, or a scalar bool tensor.
-    told: What the op of the step is told, if nothing else can refuse it.
+    accept_in_op: What the op of the step is told, if it alone can refuse it.
     number: Its number.
     ticket: As in `Admitted`; None at the end, since the frames of a traceback
       would keep it alive.
@@ -108,20 +108,20 @@ class Asked:
   def __init__(self, iterations, admitted, pairs, gate, is_one_op):
     # Without a gate only the second try of a step is refused. Small gradients
     # need not wait on the worker for the answer of a gate.
-    only_op = is_one_op and (gate is None or (
+    op_decides = is_one_op and (gate is None or (
         not tf.executing_eagerly() and _replicas.is_shared(iterations) and
         _bytes(g for g, _ in pairs) <= _SMALL))
-    self.accept = True if only_op else admitted.accept
+    self.accept = True if op_decides else admitted.accept
     self._iterations, self._pairs = iterations, pairs
     self.locks = gate is not None and not is_one_op
     self.is_one_op = is_one_op
     self.number = admitted.number
-    if only_op:  # A refused step has none, but schedules are called with it.
+    if op_decides:  # A refused step has none, but schedules are called with it.
       with ops.device_of(iterations):
         self.number = tf.maximum(self.number, tf.constant(0, tf.int64))
     self._transform = admitted.transform
     self.ticket = admitted.ticket
-    self.told = admitted.accept if only_op else True
+    self.accept_in_op = admitted.accept if op_decides else True
     self.compensation = admitted.compensation
 
   def grads(self):

@@ -217,7 +217,7 @@ class Inner:
     groups, apart = self._groups(rule, grads, values, by_keras)
     plan = _plan.Plan(
         grads, values, averages, rule=rule.rule,
-        rows_stay=not any(f.changes_weights for f in others), all_rows=apart)
+        only_touched=not any(f.changes_weights for f in others), all_rows=apart)
     plan.catch_up(by_keras)
     if apart:
       self.cls._apply_weight_decay(opt, [variables[i] for i in apart])
@@ -300,7 +300,7 @@ class AskingInner(Inner):
 
   @property
   def number(self):
-    """The `_admission.Number` of the step that this thread takes, or None."""
+    """The `_admission.StepNumber` of the step of this thread, or None."""
     return getattr(self._taken, "number", None)
 
   def take(self, grads, variables, apply):
@@ -322,7 +322,7 @@ class AskingInner(Inner):
     """Whether a step is one op on each server, which locks its variables."""
     sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
     return (_rules.has_rule(self.cls) and
-            all(f.in_pass for f in self.followers) and
+            all(f.in_op for f in self.followers) and
             not any(getattr(v, "constraint", None) for v in variables) and
             not (sparse and (self.opt.weight_decay is not None or (
                 not self._sums and
@@ -389,7 +389,7 @@ class AskingInner(Inner):
     with (_step_lock.locked(iterations) if asked.locks else
           contextlib.nullcontext()):
       self._taken.asked = asked
-      self._taken.number = _admission.Number(asked.number, iterations.dtype)
+      self._taken.number = _admission.StepNumber(asked.number, iterations.dtype)
       try:
         with _records.new_stateful_ops() as new:
           yield
@@ -418,7 +418,7 @@ class AskingInner(Inner):
     step = super()._step(variables)
     asked = None if self.number is None else self._taken.asked
     return step if asked is None else step._replace(
-        accept=asked.told, compensation=asked.compensation)
+        accept=asked.accept_in_op, compensation=asked.compensation)
 
   def at_number(self):
     # In an asynchronous step, the server that has the number.
