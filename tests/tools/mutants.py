@@ -512,7 +512,7 @@ def _mutants():
        "False"),
       ("all scheduled functions have one token", "_gates/_tokens",
        "number // _BASE**k % _BASE", "0"),
-      ("Adam's powers without a lock", "_v1/_steps/_inner",
+      ("Adam's powers without a lock", "_v1/_steps/_step",
        "type(self._opt)._finish is _Optimizer._finish", "True"),
       ("a second try resets a count", "keras/_averages/_first_step",
        "begins = step.accept & (", "begins = ("),

@@ -10,7 +10,7 @@ from wrapopt import _composition
 from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt._v1._averages import _averaging
 from wrapopt._v1._averages import _slots
-from wrapopt._v1._steps import _inner
+from wrapopt._v1._steps import _step
 
 
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):
@@ -52,7 +52,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       cls._has_own_step = "_take" not in vars(cls)
 
   # The protocol of wrappers, which calls from the outside to the inside. A
-  # wrapper overrides some of these methods. `_inner.Inner` ends the chain.
+  # wrapper overrides some of these methods. `_step.Inner` ends the chain.
 
   _has_own_step = False
 
@@ -108,7 +108,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     if isinstance(opt, WrapperOptimizer) and not (
         opt._has_own_step or "apply_gradients" in vars(opt)):
       return opt
-    return _inner.Inner(opt)
+    return _step.Inner(opt)
 
   # The public interface.
 
