@@ -2,8 +2,8 @@
 
 A wrapper says as data which averages a step must update: `StepAverages`.
 Whoever takes the step makes a `Plan` before it. The plan alone decides for each
-variable whether its averages move in the pass of a native op or after the step,
-and in all rows or only in those that the step touches.
+variable whether its averages move in the native op or after the step, and in
+all rows or only in those that the step touches.
 
 A variable that is not averaged has None in place of each average. Of the
 variables of a step, those with averages move in one pass with them, and the

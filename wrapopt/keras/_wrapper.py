@@ -344,7 +344,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     return False
 
   def _averages_of(self, step):
-    """The averages to update in the pass of the step, or None.
+    """The averages to update in the op of the step, or None.
 
     Args:
       step: A Step, which is about to be taken. Only the averages that this
