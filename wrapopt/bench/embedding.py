@@ -143,7 +143,6 @@ def _contest(optimizer, ids, rows, count, mode):
   problem = make_problem(rows, count, ids, optimizer)
   training = MODES[mode](problem)
   check(problem, training)
-  harness.wait_for_huge_pages()
   batches = itertools.cycle(training.batches)
   contest.add({name: lambda step=step: step(next(batches))
                for name, step in training.steps.items()})
@@ -348,7 +347,6 @@ def _catch_up(rows):
       value.assign(sets.numbers(value.shape, (1, 1)))
       shadow.assign(sets.numbers(value.shape, (2, 2)))
     catch_up()
-    harness.wait_for_huge_pages()
 
   def expected(name, before, after):
     del name, after

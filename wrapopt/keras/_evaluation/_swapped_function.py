@@ -4,7 +4,6 @@ import contextlib
 import itertools
 
 from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
 from keras.src.utils import python_utils
 
 from wrapopt.keras import batch_norm
@@ -156,8 +155,8 @@ def _state_of(model):
   metrics = [*model.metrics, *(m for x in layers for m in x._metrics)]
   found = [*model.non_trainable_variables,
            *(v for m in metrics for v in m.variables)]
-  seeds = global_state.get_global_attribute(
-      seed_generator.GLOBAL_SEED_GENERATOR)
+  # Keras 3.12 has no constant for this name.
+  seeds = global_state.get_global_attribute("global_seed_generator")
   if seeds is not None:
     found.append(seeds.state)
   # Frozen weights, too, may have averages in their place.
