@@ -57,9 +57,10 @@ All inputs are checked before anything is written: they must have the same
 variables, in the same shapes. Floating-point dtypes may differ. The checksums
 of TensorFlow's checkpoints and of `.keras` files are verified; HDF5 files have
 none. The output appears once it is complete and on the disk, or not at all.
-Variables are read one after the other. This takes a quarter of a gigabyte of
-memory, and a few times the largest variable in float64, whatever the number and
-the size of the inputs.
+Memory does not depend on the number and the size of the inputs. Variables of
+safetensors are summed in parts, by as many threads as there are processors,
+which takes some megabytes for each. Other formats take a few times the largest
+variable in float64, and with TensorFlow a quarter of a gigabyte.
 
 **Batch normalization.** The moving means and variances in an output do not fit
 its weights: `merge`, `lawa` and `ema` average those of the inputs, and
