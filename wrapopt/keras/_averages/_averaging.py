@@ -342,7 +342,9 @@ class Averages(_kept_averages.KeptAverages):
 
 def of(opt):
   """The Averages of an optimizer, or None if it has none."""
-  return opt._averages if _step.is_wrapper(opt) else None
+  found = getattr(opt, "_averages", None)
+  # Not one of an earlier import.
+  return found if isinstance(found, Averages) else None
 
 
 # Public methods of wrappers
