@@ -282,63 +282,63 @@ def _mutants():
           "//tests/ops:xla_test")
 
   # The gate and the rounds.
-  yield m("gate: the limit itself is dropped", "cc/engine/gate.h",
+  yield m("gate: the limit itself is dropped", "cc/protocols/gate.h",
           "*staleness > limit", "*staleness >= limit",
           "//tests/ops:staleness_gate_test")
-  yield m("gate: updates in flight do not count", "cc/engine/gate.h",
+  yield m("gate: updates in flight do not count", "cc/protocols/gate.h",
           "std::clamp(admitted_, done, SaturatedSum(done, in_flight_))",
           "std::clamp(admitted_, done, done)",
           "//tests/ops:staleness_gate_test")
   yield m("gate: an update that was cut off does not count",
-          "cc/engine/gate.h", "++aborted_;", "",
+          "cc/protocols/gate.h", "++aborted_;", "",
           "//tests/ops:staleness_gate_test")
-  yield m("gate: admits without its lock", "cc/engine/gate.h",
+  yield m("gate: admits without its lock", "cc/protocols/gate.h",
           "std::lock_guard<std::mutex> lock(mu_);\n    NoteStep(step);",
           "NoteStep(step);", _TSAN)
-  yield m("step lock: one who gives up frees it", "cc/engine/step_lock.h",
+  yield m("step lock: one who gives up frees it", "cc/protocols/step_lock.h",
           "waiting_.erase(found);", "waiting_.erase(found); is_held_ = false;",
           "//tests/ops:step_lock_test")
   yield m("step lock: a step that is destroyed keeps it",
           "cc/kernels/step_lock.cc", "override { Release(); }", "override {}",
           "//tests/ops:step_lock_test")
-  yield m("rounds: a late worker arrives", "cc/engine/rounds.h",
+  yield m("rounds: a late worker arrives", "cc/protocols/rounds.h",
           "accepted = told.place == place() && !closed_ &&",
           "accepted = told.place == place() &&",
           "//tests/cc:rounds_test")
-  yield m("rounds: an arrival takes no lock", "cc/engine/rounds.h",
+  yield m("rounds: an arrival takes no lock", "cc/protocols/rounds.h",
           "Deferred after(this);\n"
           "    std::lock_guard<std::mutex> lock(mu_);\n"
           "    const bool accepted =",
           "Deferred after(this);\n    const bool accepted =",
           _TSAN)
-  yield m("rounds: the members of servers may differ", "cc/engine/rounds.h",
+  yield m("rounds: the members of servers may differ", "cc/protocols/rounds.h",
           "if (known.closed && known.workers == Workers())",
           "if (known.closed)", "//tests/cc:rounds_test")
   yield m("rounds: weights are ignored", "cc/kernels/rounds_resource.cc",
           "center->weight += member.weight;", "center->weight += 1;",
           "//tests/workers:local_training_test")
   yield m("rounds: a worker may write while the chief restores",
-          "cc/engine/rounds.h", "open_ < 0 && generation_ > 0", "false",
+          "cc/protocols/rounds.h", "open_ < 0 && generation_ > 0", "false",
           "//tests/cc:rounds_test")
   yield m("rounds: a worker that enters again keeps its turn",
-          "cc/engine/rounds.h",
-          "ForgetTurns(wait.worker, after);\n    return known;",
-          "return known;", "//tests/cc:rounds_test")
-  yield m("rounds: one that has left is waited for", "cc/engine/rounds.h",
+          "cc/protocols/rounds.h",
+          "ForgetTurns(wait.worker, after);\n    return status;",
+          "return status;", "//tests/cc:rounds_test")
+  yield m("rounds: one that has left is waited for", "cc/protocols/rounds.h",
           "members_.size() + absent()", "members_.size()",
           "//tests/cc:rounds_test")
-  yield m("rounds: all workers read at once", "cc/engine/rounds.h",
+  yield m("rounds: all workers read at once", "cc/protocols/rounds.h",
           "kMostReaders = 4", "kMostReaders = 4000",
           "//tests/ops:averaging_rounds_test")
   yield m("rounds: no round waits for a worker that reads",
-          "cc/engine/rounds.h",
+          "cc/protocols/rounds.h",
           "if (!wait.worker.empty()) expected_.Add(wait.worker);\n      return",
           "return", "//tests/cc:rounds_test")
   yield m("rounds: a round waits for a reader that is no worker",
-          "cc/engine/rounds.h", "if (!wait.worker.empty()) expected_",
+          "cc/protocols/rounds.h", "if (!wait.worker.empty()) expected_",
           "expected_", "//tests/cc:rounds_test")
   yield m("rounds: a second job goes on from the center of the first",
-          "cc/engine/rounds.h", "if (!resumes && processes_.IsTaken(",
+          "cc/protocols/rounds.h", "if (!resumes && processes_.IsTaken(",
           "if (false && (", "//tests/cc:rounds_test")
   yield m("rounds: servers may be in another order",
           "wrapopt/_local/_settings.py", "list of servers = {index}",

@@ -1,7 +1,7 @@
-// Objects that belong to a variable, such as its gate: one for all workers,
-// sessions and ops that use the variable.
-#ifndef WRAPOPT_CC_KERNELS_OF_VARIABLE_H_
-#define WRAPOPT_CC_KERNELS_OF_VARIABLE_H_
+// The companions of a variable, such as its gate: one for all workers, sessions
+// and ops that use the variable.
+#ifndef WRAPOPT_CC_KERNELS_COMPANIONS_H_
+#define WRAPOPT_CC_KERNELS_COMPANIONS_H_
 
 #include <cstdint>
 #include <memory>
@@ -20,9 +20,9 @@
 namespace wrapopt {
 
 template <class T>
-class OfVariableResource : public tensorflow::ResourceBase {
+class CompanionResource : public tensorflow::ResourceBase {
  public:
-  std::string DebugString() const override { return "of a variable"; }
+  std::string DebugString() const override { return "companion of a variable"; }
 
   // `variable` is nullptr for a ref variable, which lives as long as this.
   std::shared_ptr<T> Of(tensorflow::Var* variable) {
@@ -30,24 +30,24 @@ class OfVariableResource : public tensorflow::ResourceBase {
     // The address of a deleted variable may be that of a new one.
     if (variable != nullptr && variable_.GetNewRef().get() != variable) {
       variable_ = tensorflow::core::WeakPtr<tensorflow::Var>(variable);
-      its_ = std::make_shared<T>();
+      companion_ = std::make_shared<T>();
     }
-    return its_;
+    return companion_;
   }
 
  private:
   tensorflow::mutex mu_;
   tensorflow::core::WeakPtr<tensorflow::Var> variable_ TF_GUARDED_BY(mu_);
-  std::shared_ptr<T> its_ TF_GUARDED_BY(mu_) = std::make_shared<T>();
+  std::shared_ptr<T> companion_ TF_GUARDED_BY(mu_) = std::make_shared<T>();
 };
 
 // Finds the T of a variable, or makes it. A variable has one T for each `what`.
 template <class T>
-absl::Status FindOfVariable(tensorflow::OpKernelContext* ctx,
+absl::Status FindCompanion(tensorflow::OpKernelContext* ctx,
                             const Variables& variables, int variable,
                             const std::string& what,
                             std::shared_ptr<T>* found) {
-  using Resource = OfVariableResource<T>;
+  using Resource = CompanionResource<T>;
   tensorflow::ResourceMgr* const resources = ctx->resource_manager();
   Resource* its = nullptr;
   TF_RETURN_IF_ERROR(resources->LookupOrCreate<Resource>(
@@ -78,4 +78,4 @@ absl::Status MakeOwner(tensorflow::OpKernelContext* ctx, const char* output,
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_KERNELS_OF_VARIABLE_H_
+#endif  // WRAPOPT_CC_KERNELS_COMPANIONS_H_

@@ -5,8 +5,8 @@
 //
 // The version is that of x86-64. On aarch64, all of them are of glibc 2.17, its
 // first. See also old_glibc.cc.
-#ifndef WRAPOPT_CC_ENGINE_OLD_GLIBC_H_
-#define WRAPOPT_CC_ENGINE_OLD_GLIBC_H_
+#ifndef WRAPOPT_CC_OLD_GLIBC_H_
+#define WRAPOPT_CC_OLD_GLIBC_H_
 
 #include <features.h>
 
@@ -20,4 +20,4 @@
 #define WRAPOPT_OLD_GLIBC(function, version) static_assert(true)
 #endif
 
-#endif  // WRAPOPT_CC_ENGINE_OLD_GLIBC_H_
+#endif  // WRAPOPT_CC_OLD_GLIBC_H_

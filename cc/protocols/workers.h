@@ -1,65 +1,17 @@
-// The waits of workers in averaging rounds, and their answers. Does not depend
-// on TensorFlow.
-#ifndef WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
-#define WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
+// The workers of averaging rounds: their names, the processes that use these,
+// and those that a round waits for. Does not depend on TensorFlow.
+#ifndef WRAPOPT_CC_PROTOCOLS_WORKERS_H_
+#define WRAPOPT_CC_PROTOCOLS_WORKERS_H_
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
-#include <limits>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "cc/engine/arrivals.h"
-#include "cc/engine/deadline_timer.h"
-#include "cc/engine/rounds_status.h"
-
 namespace wrapopt {
-
-inline constexpr double kForever = std::numeric_limits<double>::infinity();
-
-struct RoundAnswer {
-  RoundsStatus status;
-  Known known = {};
-};
-
-struct RoundWait {
-  // That a round is closed, a turn to send values to it, a turn to restore a
-  // center, or that a worker may read.
-  enum class For { kClose, kTurn, kRestore, kRead };
-
-  bool is_for_turn() const {
-    return what == For::kTurn || what == For::kRestore;
-  }
-
-  For what = For::kClose;
-  Place place = {};  // Not in kRead.
-  // Not in kClose.
-  std::string worker = {};
-  // In kTurn and kRestore.
-  int64_t process = 0;     // Unlike that of any other process.
-  int64_t most_turns = 1;  // How many workers may have a turn.
-  double turn_secs = 0;    // How long the turn lives.
-  // In kClose. A round waits for more workers after min_workers have come.
-  int64_t min_workers = 1;
-  double grace_secs = kForever;
-
-  double timeout_secs = kForever;
-  // Registers a function to call if the step of the wait ends; returns false if
-  // the step has ended. `unwatch` unregisters it. Both are empty if the step
-  // cannot end.
-  std::function<bool(std::function<void()>)> watch = {};
-  std::function<void()> unwatch = {};
-  std::function<void(const RoundAnswer&)> done = {};
-
-  // Set by the rounds, and not by the caller.
-  bool is_watched = false;
-  std::optional<Timer::Id> timer = {};
-  std::optional<Timer::Id> grace = {};
-};
 
 template <class Value>
 std::vector<std::string> Keys(const std::map<std::string, Value>& map) {
@@ -74,13 +26,14 @@ class Processes {
   // False if another process has taken the name of `process`, or the worker has
   // left. A new process takes the name.
   bool IsCurrent(const std::string& worker, int64_t process) {
-    const auto [found, is_new] = processes_.try_emplace(worker, Of{process});
-    Of& known = found->second;
+    const auto [found, is_new] =
+        processes_.try_emplace(worker, Owners{process});
+    Owners& owners = found->second;
     const bool has_left = left_.count(worker) > 0;
-    if (known.current == process) return !has_left;
-    if (known.before.count(process) > 0) return false;
-    known.before.insert(known.current);
-    known.current = process;
+    if (owners.current == process) return !has_left;
+    if (owners.before.count(process) > 0) return false;
+    owners.before.insert(owners.current);
+    owners.current = process;
     left_.erase(worker);
     return true;
   }
@@ -105,7 +58,8 @@ class Processes {
   // Whether the worker has left, as its process tells. The process of a worker
   // that others tell of is 0.
   bool Leave(const std::string& worker, int64_t process) {
-    const auto [found, is_new] = processes_.try_emplace(worker, Of{process});
+    const auto [found, is_new] =
+        processes_.try_emplace(worker, Owners{process});
     if (found->second.current == process) left_.insert(worker);
     return left_.count(worker) > 0;
   }
@@ -120,11 +74,12 @@ class Processes {
   int64_t num_left() const { return left_.size(); }
 
  private:
-  struct Of {
+  // The processes of a name.
+  struct Owners {
     int64_t current;
     std::set<int64_t> before = {};
   };
-  std::map<std::string, Of> processes_;
+  std::map<std::string, Owners> processes_;
   std::set<std::string> left_;
 };
 
@@ -173,4 +128,4 @@ inline std::string InQuotes(const std::vector<std::string>& names) {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_WORKERS_H_

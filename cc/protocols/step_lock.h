@@ -3,8 +3,8 @@
 //
 // TensorFlow's own lock, the resource of its op MutexLock, would not do. When a
 // caller that waits gives up, it becomes free, even if another caller holds it.
-#ifndef WRAPOPT_CC_ENGINE_STEP_LOCK_H_
-#define WRAPOPT_CC_ENGINE_STEP_LOCK_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_STEP_LOCK_H_
+#define WRAPOPT_CC_PROTOCOLS_STEP_LOCK_H_
 
 #include <algorithm>
 #include <deque>
@@ -80,4 +80,4 @@ class StepLock {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_STEP_LOCK_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_STEP_LOCK_H_

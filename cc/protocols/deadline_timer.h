@@ -1,6 +1,6 @@
 // Calls functions after a delay.
-#ifndef WRAPOPT_CC_ENGINE_DEADLINE_TIMER_H_
-#define WRAPOPT_CC_ENGINE_DEADLINE_TIMER_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_DEADLINE_TIMER_H_
+#define WRAPOPT_CC_PROTOCOLS_DEADLINE_TIMER_H_
 
 #include <pthread.h>
 
@@ -55,4 +55,4 @@ class DeadlineTimer : public Timer {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_DEADLINE_TIMER_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_DEADLINE_TIMER_H_

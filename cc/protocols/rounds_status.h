@@ -1,6 +1,6 @@
 // Success or an error of averaging rounds. Does not depend on TensorFlow.
-#ifndef WRAPOPT_CC_ENGINE_ROUNDS_STATUS_H_
-#define WRAPOPT_CC_ENGINE_ROUNDS_STATUS_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_ROUNDS_STATUS_H_
+#define WRAPOPT_CC_PROTOCOLS_ROUNDS_STATUS_H_
 
 #include <sstream>
 #include <string>
@@ -8,15 +8,15 @@
 
 namespace wrapopt {
 
-// Success, or an error with the code of the same name in TensorFlow.
+// Success, or an error with the code of the same name and number in TensorFlow.
 struct RoundsStatus {
   enum class Code {
-    kOk,
-    kAborted,
-    kCancelled,
-    kDeadlineExceeded,
-    kFailedPrecondition,
-    kInvalidArgument,
+    kOk = 0,
+    kCancelled = 1,
+    kInvalidArgument = 3,
+    kDeadlineExceeded = 4,
+    kFailedPrecondition = 9,
+    kAborted = 10,
   };
 
   static RoundsStatus Aborted(std::string message) {
@@ -50,4 +50,4 @@ std::string Text(const Parts&... parts) {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_ROUNDS_STATUS_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_ROUNDS_STATUS_H_

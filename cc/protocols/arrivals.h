@@ -5,8 +5,8 @@
 // orders the rounds gives turns, to a limited number of workers at a time.
 // Other servers are told which turns are alive. So a server holds the values
 // of that number of workers, however many there are.
-#ifndef WRAPOPT_CC_ENGINE_ARRIVALS_H_
-#define WRAPOPT_CC_ENGINE_ARRIVALS_H_
+#ifndef WRAPOPT_CC_PROTOCOLS_ARRIVALS_H_
+#define WRAPOPT_CC_PROTOCOLS_ARRIVALS_H_
 
 #include <algorithm>
 #include <cstddef>
@@ -130,4 +130,4 @@ class Arrivals {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_ENGINE_ARRIVALS_H_
+#endif  // WRAPOPT_CC_PROTOCOLS_ARRIVALS_H_

@@ -1,6 +1,6 @@
 // Runs a kernel's work on TensorFlow's intra-op thread pool or a GPU's stream.
-#ifndef WRAPOPT_CC_KERNELS_PARALLEL_H_
-#define WRAPOPT_CC_KERNELS_PARALLEL_H_
+#ifndef WRAPOPT_CC_KERNELS_THREADS_H_
+#define WRAPOPT_CC_KERNELS_THREADS_H_
 
 #include <functional>
 #include <utility>
@@ -43,4 +43,4 @@ inline absl::Status RunPass(tensorflow::OpKernelContext* ctx,
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_KERNELS_PARALLEL_H_
+#endif  // WRAPOPT_CC_KERNELS_THREADS_H_
