@@ -13,11 +13,12 @@
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
-#include "cc/engine/rounds.h"
 #include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/rounds_resource.h"
+#include "cc/kernels/threads.h"
+#include "cc/protocols/rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -220,15 +221,9 @@ class AveragingCenterOp : public AsyncOpKernel {
   bool velocity_;
 };
 
-#define WRAPOPT_REGISTER(op, Kernel)                                           \
-  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), \
-                          Kernel)
-
-WRAPOPT_REGISTER(AveragingOuterStep, FunctionKernel<AveragingOuterStep>);
-WRAPOPT_REGISTER(AveragingRestore, FunctionKernel<AveragingRestore>);
-WRAPOPT_REGISTER(AveragingCenter, AveragingCenterOp);
-
-#undef WRAPOPT_REGISTER
+WRAPOPT_REGISTER_CPU("AveragingOuterStep", FunctionKernel<AveragingOuterStep>);
+WRAPOPT_REGISTER_CPU("AveragingRestore", FunctionKernel<AveragingRestore>);
+WRAPOPT_REGISTER_CPU("AveragingCenter", AveragingCenterOp);
 
 }  // namespace
 }  // namespace wrapopt

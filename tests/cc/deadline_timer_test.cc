@@ -1,5 +1,5 @@
 // The timer of waits, by the real clock.
-#include "cc/engine/deadline_timer.h"
+#include "cc/protocols/deadline_timer.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // The averaging rounds without TensorFlow.
-#include "cc/engine/rounds.h"
+#include "cc/protocols/rounds.h"
 
 #include <gtest/gtest.h>
 
@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "cc/engine/deadline_timer.h"
 #include "cc/engine/notification.h"
+#include "cc/protocols/deadline_timer.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/pool.h"
 

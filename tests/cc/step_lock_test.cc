@@ -1,5 +1,5 @@
 // The lock of steps without TensorFlow.
-#include "cc/engine/step_lock.h"
+#include "cc/protocols/step_lock.h"
 
 #include <gtest/gtest.h>
 

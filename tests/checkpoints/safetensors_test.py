@@ -89,8 +89,9 @@ def test_each_dtype_is_rounded_once(tmp_path, kind):
   checkpoints.merge(paths, tmp_path / "out.safetensors", [1, 2, 3])
   _, found = read(tmp_path / "out.safetensors")
   total = -0.0
-  for weight, x in zip((1 / 6, 2 / 6, 3 / 6), values):
+  for weight, x in zip((1, 2, 3), values):
     total = total + weight * x.astype(np.float64)
+  total /= 6
   # The nearest number of the dtype, found among all of its neighbours.
   got = found["w"][1]
   assert found["w"][0] == kind and got.dtype == dtype
@@ -116,6 +117,22 @@ def test_rounding_is_that_of_one_step():
       near = middle + sign * np.sign(high - low) * 1e-13 * np.abs(middle)
       np.testing.assert_array_equal(
           _merge._rounded(near, np.dtype(dtype)).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 10])
+def test_a_mean_halfway_is_rounded_to_even(tmp_path, count):
+  """Late checkpoints in bfloat16 differ in the last bit: often, by a half."""
+  x = np.arange(0x3f80, 0x3f80 + 64, dtype=np.uint16)
+  up = np.random.default_rng(0).integers(0, 2, (count, 64)).astype(np.uint16)
+  for i in range(count):
+    write(tmp_path / f"{i}.safetensors",
+          {"w": (x + up[i]).view(ml_dtypes.bfloat16)})
+  checkpoints.merge(tmp_path, tmp_path / "out.safetensors")
+  # Halfway, the even one of two numbers.
+  twice = 2 * up.sum(0, dtype=np.int64)
+  want = x + (twice > count) + ((twice == count) & (x & 1))
+  _, found = read(tmp_path / "out.safetensors")
+  np.testing.assert_array_equal(found["w"][1].view(np.uint16), want)
 
 
 def test_what_is_copied(tmp_path, monkeypatch):
@@ -344,7 +361,7 @@ def test_inputs_of_other_dtypes(tmp_path):
   kind, found = read(tmp_path / "out.safetensors")[1]["w"]
   assert kind == "F16"
   np.testing.assert_array_equal(found, np.float16(
-      sum(x.astype(np.float64) / 3 for x in values)))
+      sum(x.astype(np.float64) for x in values) / 3))
   other = write(tmp_path / "other.safetensors", {"w": np.int32([1, 2])})
   new = tmp_path / "new" / "out.safetensors"
   refused(tmp_path, "must be of dtype .* got int32", [other, *paths], new)
@@ -354,6 +371,7 @@ def test_inputs_of_other_dtypes(tmp_path):
 
 @pytest.mark.parametrize("function, options", [
     (checkpoints.merge, {"weights": [1, 2, 4]}),
+    (checkpoints.merge, {"weights": [1e-300, 3e-300, 7e-300]}),
     (checkpoints.merge, {"blend": .3, "base": "2.safetensors"}),
     (checkpoints.merge, {"decay": "1-sqrt", "steps": [1, 2, 5]}),
     (checkpoints.ema, {"decay": .7, "only": "w"})])

@@ -17,11 +17,11 @@ import wrapopt.keras as wk
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _swap
-from wrapopt._v1 import _swapping_saver
-from wrapopt.keras import _assign
-from wrapopt.keras import _state
-from wrapopt.keras import _steps
+from wrapopt._v1._evaluation import _swapping_saver
 from wrapopt.keras import _wrapper
+from wrapopt.keras._averages import _assignments
+from wrapopt.keras._averages import _state
+from wrapopt.keras._steps import _views
 
 # How many programs of each kind the daily test runs, in some 20 seconds.
 EXAMPLES = {("keras", "eager"): 90, ("keras", "function"): 6,
@@ -176,7 +176,7 @@ def _skipped_step_moves_averages(monkeypatch):
     before = int(self.iterations)
     apply(self, grads, trainable_variables)
     if int(self.iterations) == before:
-      for opt in self, *_steps.within(self):
+      for opt in self, *_views.within(self):
         for row in opt._store.rows if isinstance(opt, wk.MovingAverage) else ():
           for s in row.values():
             s.assign(s.value * 0.5)
@@ -191,7 +191,7 @@ def _averages_are_not_restored(monkeypatch):
 
 def _averages_are_not_loaded(monkeypatch):
   monkeypatch.setattr(_assign, "load", lambda average, variable, value:
-                      _assign.seed(average, variable))
+                      _assignments.seed(average, variable))
 
 
 def _seeding_does_nothing(monkeypatch):

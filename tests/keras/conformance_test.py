@@ -24,8 +24,8 @@ import numerics
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
-from wrapopt.keras import _followers
 from wrapopt.keras import _wrapper
+from wrapopt.keras._steps import _step
 
 K = keras.optimizers
 
@@ -972,7 +972,7 @@ class Jump(_wrapper.WrapperOptimizer):
       for v in step.variables:
         v.assign_add(tf.fill(v.shape, 10.0))
 
-    _followers.where((step.iterations + 1) % 2 == 0, jump)
+    _step.where((step.iterations + 1) % 2 == 0, jump)
 
 
 @MODE

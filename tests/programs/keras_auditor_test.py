@@ -19,9 +19,9 @@ from auditor import WRAPPERS
 import pairwise
 import wrapopt.keras as wk
 from wrapopt._averages import _replicas
-from wrapopt.keras import _rules
-from wrapopt.keras import _state
-from wrapopt.keras import _inner
+from wrapopt.keras._averages import _state
+from wrapopt.keras._steps import _inner
+from wrapopt.keras._steps import _rules
 
 REPLICAS = 2
 # Before TensorFlow starts: a device for each replica.

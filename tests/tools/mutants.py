@@ -46,62 +46,63 @@ def _mutants():
           "lr * weight_decay_at_y * z",
           "//tests/ops:apply_test --test_filter=ScheduleFree")
   yield m("Schedule-Free: the weight is of the rate of now",
-          "wrapopt/_averages/_interpolated.py",
+          "wrapopt/_averages/_interpolation.py",
           "largest**self.weight_lr_power", "rate**self.weight_lr_power",
           "//tests/both:interpolated_test")
   yield m("Schedule-Free: after fit, x is taken for y",
-          "wrapopt/_averages/_interpolated.py", "1 - of_x / share",
+          "wrapopt/_averages/_interpolation.py", "1 - of_x / share",
           "1 - of_x / momentum", "//tests/keras:interpolated_test")
-  yield m("Schedule-Free: x is y", "wrapopt/_averages/_interpolated.py",
+  yield m("Schedule-Free: x is y", "wrapopt/_averages/_interpolation.py",
           "return _towards(y, z, 1 - 1 / share)", "return y",
           "//tests/keras:interpolated_test")
   yield m("Schedule-Free: momentum acts twice in two passes",
-          "wrapopt/keras/_interpolated.py",
+          "wrapopt/keras/_averages/_points.py",
           '"beta_1": property(lambda _: 0.0)', '"_": None',
           "//tests/both:interpolated_test")
   yield m("primal average: Adam loses its first moment",
-          "wrapopt/_averages/_interpolated.py", "    return False\n",
+          "wrapopt/_averages/_interpolation.py", "    return False\n",
           "    return True\n", "//tests/both:interpolated_test")
   yield m("BEMA: against the way that the weights went",
-          "wrapopt/_averages/_bias_corrected.py", "alpha * (v - v_0)",
+          "wrapopt/_averages/_bias_correction.py", "alpha * (v - v_0)",
           "alpha * (v_0 - v)", "//tests/both:bema_test")
   yield m("BEMA: t counts updates, not steps", "wrapopt/_averages/_decays.py",
           "t * every if decay.counts_steps else t", "t",
           "//tests/both:bema_test")
   yield m("BEMA: after fit, it follows from the averaged weights",
-          "wrapopt/keras/_averaging.py", "      part.hold(value)",
+          "wrapopt/keras/_averages/_averaging.py", "      part.hold(value)",
           "      pass", "//tests/both:bema_test")
   yield m("BEMA: a file in place has its own s",
-          "wrapopt/keras/_averaging.py",
+          "wrapopt/keras/_averages/_averaging.py",
           "s.value_in_block(swapped_in), s.variable", "*s.saved",
           "//tests/both:bema_test")
   yield m("BEMA: it is read while another average is in place",
-          "wrapopt/keras/_averaging.py",
+          "wrapopt/keras/_averages/_averaging.py",
           "self._all_corrected(but=self.index_of(decay)), saved",
           "(), saved", "//tests/both:bema_test")
   yield m("files: an average goes to a variable of another value",
-          "wrapopt/keras/_owners.py",
+          "wrapopt/keras/_averages/_owners.py",
           "return a.dtype != b.dtype or not is_known(key)", "return True",
           "//tests/keras:saving_test --test_filter=one_tower")
   yield m("files: an average stays with the number of its variable",
-          "wrapopt/keras/_owners.py",
+          "wrapopt/keras/_averages/_owners.py",
           "and is_like(a.path, b.path))\n  # Of", "and False)\n  # Of",
           "//tests/keras:saving_test --test_filter=built_again")
   yield m("files: averages of LoRA's factors are loaded",
-          "wrapopt/keras/_state.py",
-          "if i in found and not _latest.is_merged(pair[1]):", "if i in found:",
+          "wrapopt/keras/_averages/_state.py",
+          "if i in found and not _last_file.is_merged(pair[1]):",
+          "if i in found:",
           "//tests/keras:saving_test --test_filter=factors")
   yield m("files: an eager step drops averages of statistics",
-          "wrapopt/keras/_statistics.py",
+          "wrapopt/keras/_averages/_statistics.py",
           "self._optimizer._store.state.keep_statistics()", "pass",
           "//tests/keras:batch_norm_test --test_filter=where_their")
   yield m("state trees: what they set is seeded again",
-          "wrapopt/keras/_state.py",
+          "wrapopt/keras/_averages/_state.py",
           "self._is_loaded, self._noted = True, None\n"
           "      self.set_averages.add(id(variable))", "pass",
           "//tests/keras:saving_test --test_filter=tree")
   yield m("Schedule-Free: a variable that holds x stays there",
-          "wrapopt/_averages/_interpolated.py",
+          "wrapopt/_averages/_interpolation.py",
           "tf.where(moves, _towards(y, z.read_value(), by), y)", "y",
           "//tests/keras:interpolated_test --test_filter=without_gradient")
   yield m("decay of merges: factors in the opposite order",
@@ -120,12 +121,13 @@ def _mutants():
           "wrapopt/_gates/_compensation.py", "unsorted_segment_min",
           "unsorted_segment_max", "//tests/v1:delay_policies_test")
   yield m("compensation: in Keras a step comes between it and its own",
-          "wrapopt/keras/_inner.py",
+          "wrapopt/keras/_steps/_inner.py",
           "is_one_op and admitted.compensation is None", "is_one_op",
           "//tests/keras:gate_test")
   yield m("restore: after a read, a step does not know of it",
-          "wrapopt/keras/_state.py", "_latest.restored(self) != self._noticed",
-          "_latest.restored(self) != self._completed",
+          "wrapopt/keras/_averages/_state.py",
+          "_last_file.restored(self) != self._noticed",
+          "_last_file.restored(self) != self._completed",
           "//tests/keras:saving_test")
   yield m("compensation: the weights of now are those of the gradient",
           "wrapopt/_gates/_origins.py",
@@ -280,63 +282,63 @@ def _mutants():
           "//tests/ops:xla_test")
 
   # The gate and the rounds.
-  yield m("gate: the limit itself is dropped", "cc/engine/gate.h",
+  yield m("gate: the limit itself is dropped", "cc/protocols/gate.h",
           "*staleness > limit", "*staleness >= limit",
           "//tests/ops:staleness_gate_test")
-  yield m("gate: updates in flight do not count", "cc/engine/gate.h",
+  yield m("gate: updates in flight do not count", "cc/protocols/gate.h",
           "std::clamp(admitted_, done, SaturatedSum(done, in_flight_))",
           "std::clamp(admitted_, done, done)",
           "//tests/ops:staleness_gate_test")
   yield m("gate: an update that was cut off does not count",
-          "cc/engine/gate.h", "++aborted_;", "",
+          "cc/protocols/gate.h", "++aborted_;", "",
           "//tests/ops:staleness_gate_test")
-  yield m("gate: admits without its lock", "cc/engine/gate.h",
+  yield m("gate: admits without its lock", "cc/protocols/gate.h",
           "std::lock_guard<std::mutex> lock(mu_);\n    NoteStep(step);",
           "NoteStep(step);", _TSAN)
-  yield m("step lock: one who gives up frees it", "cc/engine/step_lock.h",
+  yield m("step lock: one who gives up frees it", "cc/protocols/step_lock.h",
           "waiting_.erase(found);", "waiting_.erase(found); is_held_ = false;",
           "//tests/ops:step_lock_test")
   yield m("step lock: a step that is destroyed keeps it",
           "cc/kernels/step_lock.cc", "override { Release(); }", "override {}",
           "//tests/ops:step_lock_test")
-  yield m("rounds: a late worker arrives", "cc/engine/rounds.h",
+  yield m("rounds: a late worker arrives", "cc/protocols/rounds.h",
           "accepted = told.place == place() && !closed_ &&",
           "accepted = told.place == place() &&",
           "//tests/cc:rounds_test")
-  yield m("rounds: an arrival takes no lock", "cc/engine/rounds.h",
+  yield m("rounds: an arrival takes no lock", "cc/protocols/rounds.h",
           "Deferred after(this);\n"
           "    std::lock_guard<std::mutex> lock(mu_);\n"
           "    const bool accepted =",
           "Deferred after(this);\n    const bool accepted =",
           _TSAN)
-  yield m("rounds: the members of servers may differ", "cc/engine/rounds.h",
+  yield m("rounds: the members of servers may differ", "cc/protocols/rounds.h",
           "if (known.closed && known.workers == Workers())",
           "if (known.closed)", "//tests/cc:rounds_test")
   yield m("rounds: weights are ignored", "cc/kernels/rounds_resource.cc",
           "center->weight += member.weight;", "center->weight += 1;",
           "//tests/workers:local_training_test")
   yield m("rounds: a worker may write while the chief restores",
-          "cc/engine/rounds.h", "open_ < 0 && generation_ > 0", "false",
+          "cc/protocols/rounds.h", "open_ < 0 && generation_ > 0", "false",
           "//tests/cc:rounds_test")
   yield m("rounds: a worker that enters again keeps its turn",
-          "cc/engine/rounds.h",
-          "ForgetTurns(wait.worker, after);\n    return known;",
-          "return known;", "//tests/cc:rounds_test")
-  yield m("rounds: one that has left is waited for", "cc/engine/rounds.h",
+          "cc/protocols/rounds.h",
+          "ForgetTurns(wait.worker, after);\n    return status;",
+          "return status;", "//tests/cc:rounds_test")
+  yield m("rounds: one that has left is waited for", "cc/protocols/rounds.h",
           "members_.size() + absent()", "members_.size()",
           "//tests/cc:rounds_test")
-  yield m("rounds: all workers read at once", "cc/engine/rounds.h",
+  yield m("rounds: all workers read at once", "cc/protocols/rounds.h",
           "kMostReaders = 4", "kMostReaders = 4000",
           "//tests/ops:averaging_rounds_test")
   yield m("rounds: no round waits for a worker that reads",
-          "cc/engine/rounds.h",
+          "cc/protocols/rounds.h",
           "if (!wait.worker.empty()) expected_.Add(wait.worker);\n      return",
           "return", "//tests/cc:rounds_test")
   yield m("rounds: a round waits for a reader that is no worker",
-          "cc/engine/rounds.h", "if (!wait.worker.empty()) expected_",
+          "cc/protocols/rounds.h", "if (!wait.worker.empty()) expected_",
           "expected_", "//tests/cc:rounds_test")
   yield m("rounds: a second job goes on from the center of the first",
-          "cc/engine/rounds.h", "if (!resumes && processes_.IsTaken(",
+          "cc/protocols/rounds.h", "if (!resumes && processes_.IsTaken(",
           "if (false && (", "//tests/cc:rounds_test")
   yield m("rounds: servers may be in another order",
           "wrapopt/_local/_settings.py", "list of servers = {index}",
@@ -401,28 +403,31 @@ def _mutants():
           "wrapopt/ops/_lagging.py", "        average.keep_dense()",
           "        pass", "//tests/both:stale_rows_test")
   yield m("Keras: rows lag behind although a wrapper changes all",
-          "wrapopt/keras/_inner.py",
-          "rows_stay=not any(f.changes_weights for f in others)",
-          "rows_stay=True", "//tests/keras:lazy_test")
-  yield m("Keras: duplicates are always summed", "wrapopt/keras/_inner.py",
+          "wrapopt/keras/_steps/_inner.py",
+          "only_touched=not any(f.changes_weights for f in others)",
+          "only_touched=True", "//tests/keras:lazy_test")
+  yield m("Keras: duplicates are always summed",
+          "wrapopt/keras/_steps/_inner.py",
           "self._sums = any(f.sum_duplicates for f in wrappers)",
           "self._sums = True", "//tests/keras:lazy_test")
   yield m("Keras: averages that have begun begin again",
-          "wrapopt/keras/_store.py", "self._begun.value.assign(1)", "pass",
+          "wrapopt/keras/_averages/_store.py",
+          "self._begun.value.assign(1)", "pass",
           "//tests/keras:conformance_test")
   yield m("Keras: an average that a file lacks keeps its value",
-          "wrapopt/keras/_assign.py",
+          "wrapopt/keras/_averages/_assignments.py",
           "  else:\n    seed(average, variable)", "",
           "//tests/keras:saving_test")
   yield m("Keras: a file that is loaded before the build is dropped",
-          "wrapopt/keras/_state.py", "      self.load_own_variables(late)",
-          "      pass", "//tests/keras:saving_test")
+          "wrapopt/keras/_averages/_state.py",
+          "      self.load_own_variables(late)", "      pass",
+          "//tests/keras:saving_test")
   yield m("Keras: what a checkpoint lacks replaces a later file's values",
-          "wrapopt/keras/_state.py",
+          "wrapopt/keras/_averages/_state.py",
           "self._before_late = self._completed =", "self._before_late =",
           "//tests/keras:saving_test")
   yield m("Keras: callbacks after swap_on_epoch see raw weights",
-          "wrapopt/keras/_callback_after.py",
+          "wrapopt/keras/_evaluation/_callback_after.py",
           "        found.callbacks[k] = cls(callback, evaluator)",
           "        pass", "//tests/keras:evaluate_test")
   yield m("Keras: fit ends with the raw weights of a GAN's generator",
@@ -440,7 +445,7 @@ def _mutants():
           "wrapopt/ops/_apply.py", "          if group.follows else",
           "          if False else", "//tests/v1:some_variables_test")
   yield m("some variables: an average is that of another variable",
-          "wrapopt/keras/_state.py", "    self.rows[name][i] =",
+          "wrapopt/keras/_averages/_state.py", "    self.rows[name][i] =",
           "    self.rows[name][len(self.rows[name])] =",
           "//tests/keras:some_variables_test")
   yield m("every n-th step: one step late", "wrapopt/_averages/_decays.py",
@@ -463,21 +468,23 @@ def _mutants():
           "wrapopt/_averages/_swap.py", "  if any(map(bool, replaced)):",
           "  if False:", "//tests/keras:in_place_test")
   for name, file, before, after, tests in (
-      ("averages of variables without a value start at 0", "_waiting",
-       "_followers.where(self._wait.read_value(), start)", "pass",
+      ("averages of variables without a value start at 0",
+       "_averages/_assignments",
+       "_step.where(self._wait.read_value(), start)", "pass",
        "unlifted_test"),
-      ("averages are of weights before the constraint", "_inner",
+      ("averages are of weights before the constraint", "_steps/_inner",
        "getattr(v, \"constraint\", None) is not None for v in variables)",
        "False for v in variables)", "conformance_test"),
-      ("a method on an optimizer is passed over", "_methods", "if names:",
-       "if False:", "methods_test"),
-      ("a method on a class is passed over", "_rules",
+      ("a method on an optimizer is passed over", "_steps/_methods",
+       "if names:", "if False:", "methods_test"),
+      ("a method on a class is passed over", "_steps/_rules",
        "getattr(cls, name) is method for name", "True for name",
        "methods_test")):
     yield m(f"Keras: {name}", f"wrapopt/keras/{file}.py", before, after,
             f"//tests/keras:{tests}")
   yield m("v1: a method on an optimizer is passed over",
-          "wrapopt/_v1/_fused.py", "not _NAMES.isdisjoint(vars(opt))", "False",
+          "wrapopt/_v1/_steps/_rules.py",
+          "not _NAMES.isdisjoint(vars(opt))", "False",
           "//tests/v1:fused_test --test_filter=set_on")
   yield m("gate: a step counts twice", "wrapopt/drop_stale_gradient.py",
           "increment=not taken.counted", "increment=True",
@@ -489,15 +496,15 @@ def _mutants():
   for name, file, before, after in (
       ("the newest of several records counts", "drop_stale_gradient",
        "tf.reduce_min(tf.stack(found))", "tf.reduce_max(tf.stack(found))"),
-      ("steps of several ops do not wait", "_admission",
+      ("steps of several ops do not wait", "_steps/_admission",
        "gate is not None and not is_one_op", "False"),
-      ("a step is counted before its changes", "_inner",
+      ("a step is counted before its changes", "_steps/_inner",
        "tf.control_dependencies(_records.updates(new))",
        "tf.control_dependencies([])"),
-      ("the number is the count of now", "_inner",
-       "_admission.Number(asked.number, iterations.dtype)",
-       "_admission.Number(tf.identity(iterations), iterations.dtype)"),
-      ("a step that fails keeps its place", "_inner",
+      ("the number is the count of now", "_steps/_inner",
+       "_admission.StepNumber(asked.number, iterations.dtype)",
+       "_admission.StepNumber(tf.identity(iterations), iterations.dtype)"),
+      ("a step that fails keeps its place", "_steps/_inner",
        "asked.ticket = None", "pass")):
     yield m(f"Keras gate: {name}", f"wrapopt/keras/{file}.py", before, after,
             "//tests/keras:gate_test")
@@ -516,56 +523,59 @@ def _mutants():
        "False"),
       ("all scheduled functions have one token", "_gates/_tokens",
        "number // _BASE**k % _BASE", "0"),
-      ("Adam's powers without a lock", "_v1/_step",
+      ("Adam's powers without a lock", "_v1/_steps/_step",
        "type(self._opt)._finish is _Optimizer._finish", "True"),
-      ("a second try resets a count", "keras/_first_step",
+      ("a second try resets a count", "keras/_averages/_first_step",
        "begins = step.accept & (", "begins = ("),
       ("a second try moves averages of statistics", "keras/moving_average",
        "_decays.where_due(step.accept, decays)", "decays")):
     yield m(f"workers: {name}", f"wrapopt/{file}.py", before, after,
             "//tests/workers:coordinator_test")
   for name, file, before, after in (
-      ("gradients are not summed", "keras/_rules",
+      ("gradients are not summed", "keras/_steps/_rules",
        "if _replicas.share_steps():", "if False:"),
-      ("gradients are not summed in v1", "_v1/_fused",
+      ("gradients are not summed in v1", "_v1/_steps/_rules",
        "if not _replicas.share_steps() or step.options.get(",
        "if True or step.options.get("),
       ("all change the first one's copies", "_averages/_replicas",
        "return components_[values_util.get_current_replica_id_as_int()]",
        "return components_[0]"),
-      ("one's step alone is counted", "_v1/_fused",
+      ("one's step alone is counted", "_v1/_steps/_rules",
        "_replicas.values(step.global_step) if counts else ()",
        "_replicas.values(step.global_step)[:1] if counts else ()")):
     yield m(f"replicas: {name}", f"wrapopt/{file}.py", before, after,
             "//tests/keras:replicas_test")
-  yield m("elastic: the center is pushed away", "wrapopt/_v1/_elastic.py",
+  yield m("elastic: the center is pushed away",
+          "wrapopt/_v1/_workers/_elastic.py",
           "flat - center_flat, centers", "center_flat - flat, centers",
           "//tests/v1:elastic_average_test")
-  yield m("saver: nothing is swapped", "wrapopt/_v1/_swapping_saver.py",
+  yield m("saver: nothing is swapped",
+          "wrapopt/_v1/_evaluation/_swapping_saver.py",
           "swapped[key][i], swapped[average_key][j] = average, variable",
           "swapped[key][i], swapped[average_key][j] = variable, average",
           "//tests/v1:moving_average_checkpoint_test")
   for name, file, before, after, tests in (
       ("Schedule-Free: y stays at z after a step in two passes",
-       "_averages/_two_passes", "      v.assign(_interpolated.y_of(",
-       "      (_interpolated.y_of(", "both:interpolated_test"),
+       "_averages/_two_passes", "      v.assign(_interpolation.y_of(",
+       "      (_interpolation.y_of(", "both:interpolated_test"),
       ("Schedule-Free: a failed step in two passes leaves z in place",
        "_averages/_two_passes", "      v.assign(y)\n", "      pass\n",
        "keras:interpolated_test"),
-      ("some variables: a list may be of another graph", "_v1/_listed",
-       "if _slots.graph_of(v) is not graph:", "if False:",
+      ("some variables: a list may be of another graph", "_v1/_averages/_slots",
+       "if graph_of(v) is not graph:", "if False:",
        "v1:some_variables_test"),
       ("some variables: calls may get different ones of a list",
-       "_v1/_listed", "if before.get(id(v), is_got[id(v)]) != is_got[id(v)]:",
-       "if False:", "v1:some_variables_test"),
+       "_v1/_averages/_slots",
+       "if before.get(id(v), is_got[id(v)]) != is_got[id(v)]:", "if False:",
+       "v1:some_variables_test"),
       ("checkpoint: another order of the decays is not noticed",
-       "_v1/_averaging", "if f\"{name}_{self.decays[0]}\" in saved:",
+       "_v1/_averages/_averaging", "if f\"{name}_{self.decays[0]}\" in saved:",
        "if False:",
        "v1:moving_average_checkpoint_test"),
-      ("gate: an eager step that was cut off counts", "_v1/_gate_counts",
+      ("gate: an eager step that was cut off counts", "_v1/_steps/_gate_counts",
        "ops.take_aborted_back(self._eager_step, histogram)", "pass",
        "v1:drop_stale_gradient_test"),
-      ("gate: a worker's counts are those of all", "_v1/_gate_counts",
+      ("gate: a worker's counts are those of all", "_v1/_steps/_gate_counts",
        "self._worker_histograms.get(graph or self) if of_worker else",
        "None if False else", "v1:drop_stale_gradient_test"),
       ("lazy rows: though a graph changes the table",
@@ -573,15 +583,16 @@ def _mutants():
        "not _lagging.is_changed_in_graph(variable) and", "",
        "both:stale_rows_test"),
       ("Keras: a variable without a gradient keeps its first value",
-       "keras/_store", "elif self.without_gradient:",
+       "keras/_averages/_store", "elif self.without_gradient:",
        "elif False:", "keras:conformance_test"),
-      ("Keras: a step that fails leaves its thread waiting", "keras/_inner",
+      ("Keras: a step that fails leaves its thread waiting",
+       "keras/_steps/_inner",
        "        mine.late = None", "        pass",
        "keras:conformance_test"),
       ("Keras: squares of a row's gradients are those of their sum",
-       "keras/_rules", '{"epsilon": opt.epsilon}, squares=True)',
+       "keras/_steps/_rules", '{"epsilon": opt.epsilon}, squares=True)',
        '{"epsilon": opt.epsilon})', "keras:lazy_test"),
-      ("v1: a dropped gradient travels", "_v1/_step",
+      ("v1: a dropped gradient travels", "_v1/_steps/_step",
        "parts = tf.cond(accept, admitted, dropped)",
        "parts = tf.cond(accept, admitted, admitted)",
        "workers:cluster_test")):

@@ -390,7 +390,7 @@ def refused(strategy, coordinator):
 
     state = lambda: [  # All but the counts of gates.
         tf.convert_to_tensor(x).numpy().tolist() for x in (
-            *(v for inner in wrapopt.keras._steps.innermost(opt)
+            *(v for inner in wrapopt.keras._steps._views.innermost(opt)
               for v in inner.variables), *model.variables)]
     before = state()
     schedule(coordinator, step, 5)

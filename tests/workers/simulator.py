@@ -65,9 +65,6 @@ FAULTS = {
     "interrupt": 1.0,  # A worker's call, by Ctrl-C.
     "restart_all": DEADLINE_SECS,  # The workers, from checkpoints.
 }
-_CODES = [None, tf.errors.AbortedError, tf.errors.CancelledError,
-          tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError,
-          tf.errors.InvalidArgumentError]
 
 
 class Violation(Exception):
@@ -87,7 +84,8 @@ class Leave(Exception):
 
 
 def error(code, text):
-  return _CODES[code](None, None, text)
+  return tf.compat.v1.errors.exception_type_from_error_code(code)(
+      None, None, text)
 
 
 def mapped(call, *args):
@@ -280,7 +278,7 @@ class Session:
       if server.is_cut_from(me) or not server.answers:
         me.sleep(self._secs)
         if server.is_cut_from(me) or not server.answers:
-          raise error(3, "Deadline Exceeded")
+          raise error(tf.errors.DEADLINE_EXCEEDED, "Deadline Exceeded")
       self._incarnation = server.incarnation
     call = Call(me, server, self, fetches if isinstance(fetches, str) else
                 fetches[0], feeds)
@@ -303,7 +301,7 @@ class Session:
     world, me = self.world, self.world.current
     world.send(call)
     timer = world.at(world.now + secs, lambda: call.end(
-        lost=error(3, "Deadline Exceeded")))
+        lost=error(tf.errors.DEADLINE_EXCEEDED, "Deadline Exceeded")))
     while call.answer is None:
       if me.interrupts:
         me.interrupts, me.interrupted = False, world.now
@@ -383,7 +381,8 @@ class Server:
       # The next process of a worker starts later than such a call arrives.
       return None
     if call.session.incarnation != self.incarnation:
-      return call.end(lost=error(1, "Session handle is not found"))
+      return call.end(
+          lost=error(tf.errors.ABORTED, "Session handle is not found"))
     def reply(value, lost):
       call.waits = False
       if replies:
@@ -523,7 +522,8 @@ class Part:
   def _center(self, call, reply, *, worker, timeout_secs, first, **_):
     def read(_):
       if not 0 <= first < len(self.values):
-        raise error(4, f"index {first} of {len(self.values)}")
+        raise error(tf.errors.FAILED_PRECONDITION,
+                    f"index {first} of {len(self.values)}")
       return self.rounds.known().place, self.values[first].copy()
     return self._start(call, reply, read, what=_rounds.For.READ,
                        worker=worker, timeout_secs=timeout_secs)
@@ -533,7 +533,8 @@ class Part:
     known = Known.read(known)
     restores = known.place[1] > self.rounds.known().place[1]
     if not restores and not self.values:
-      raise error(4, "must have a center before values are sent")
+      raise error(tf.errors.FAILED_PRECONDITION,
+                  "must have a center before values are sent")
     values = [] if float64 is None else [float64.copy()]
     accepted = self.rounds.stage(worker, known, weight, count, first, values)
     self._add_to_mean()
@@ -560,7 +561,8 @@ class Part:
     if mapped(self.rounds.check_closed, known):
       self._add_to_mean()
       if not self.values or self.weight and len(self.mean) != len(self.values):
-        raise error(4, "must have a center and a mean before the step")
+        raise error(tf.errors.FAILED_PRECONDITION,
+                    "must have a center and a mean before the step")
       if not self.velocities:
         self.velocities = [np.zeros_like(v) for v in self.values]
       for i, mean in enumerate(self.mean):

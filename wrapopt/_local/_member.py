@@ -50,7 +50,7 @@ class Report(typing.NamedTuple):
 class Member:
   """One worker.
 
-  The first server leads: see cc/engine/rounds.h.
+  The first server leads: see cc/protocols/rounds.h.
 
   Attributes:
     place: (round, generation) of the center that this worker holds, or None.

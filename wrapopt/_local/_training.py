@@ -9,7 +9,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.trackable import base as trackable
 
 from wrapopt import _checks
-from wrapopt._averages import _partial
+from wrapopt._averages import _companions
 from wrapopt._averages import _swap
 from wrapopt._loader import ops as raw
 from wrapopt._local import _checkpoints
@@ -20,7 +20,7 @@ from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
 from wrapopt._local import _settings
-from wrapopt._v1 import _centers
+from wrapopt._v1._workers import _centers
 from wrapopt.ops import _lagging
 
 _WEIGHTS = ("steps", "examples", "equal")
@@ -254,7 +254,7 @@ class LocalTraining(trackable.Trackable):
         self._take_turn()
       return
 
-    _partial.check(self.variables, type(self).__name__)
+    _companions.check(self.variables, type(self).__name__)
     _interrupts.watch()
     tf.cond(count >= self._due, self._take_turn_in_graph,
             lambda: tf.constant(0))
@@ -301,7 +301,7 @@ class LocalTraining(trackable.Trackable):
               getattr(e, "message", str(e)), *state_now]
 
   def _check(self):
-    _partial.check(self.variables, type(self).__name__)
+    _companions.check(self.variables, type(self).__name__)
     for v in self.variables:
       _swap.check_unoccupied(v, "step() must not take part in a round")
 

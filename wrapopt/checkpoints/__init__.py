@@ -228,20 +228,20 @@ def merge(inputs: _Paths, output: _Path,
   with _opened([*([] if base is None else _paths(base)), *paths]) as sources:
     fitted = None if decay is None else _rate_decay.fit(
         sources[-len(paths):], decay, decay_steps, steps)
-    scaled = (_merge.checked_weights(weights, len(paths)) if fitted is None
-              else fitted.weights.tolist())
+    scaled, unit = (_merge.checked_weights(weights, len(paths))
+                    if fitted is None else (fitted.weights.tolist(), 1.0))
     if blend is not None:
       if len(sources) - len(paths) > 1:
         raise ValueError("`base` must be the path of one checkpoint, got "
                          f"{base!r}.")
-      scaled = [blend * weight for weight in scaled]
+      scaled, unit = [blend * weight / unit for weight in scaled], 1.0
       if base is None:
         scaled[-1] += 1 - blend
       else:
         scaled = [1 - blend, *scaled]
     _merge.weighted(sources, output, scaled, options, {
         "by": "merge", "decay": decay, "decay_steps": decay_steps,
-        "blend": blend})
+        "blend": blend}, unit)
   return fitted
 
 

@@ -66,7 +66,7 @@ class Options(typing.NamedTuple):
   progress: typing.Any = None
 
 
-def weighted(inputs, output, weights, options=Options(), made=None):
+def weighted(inputs, output, weights, options=Options(), made=None, unit=1.0):
   """Writes a weighted sum of checkpoints.
 
   Args:
@@ -75,6 +75,7 @@ def weighted(inputs, output, weights, options=Options(), made=None):
     weights: A number for each input.
     options: Options.
     made: {name: value} of what else the output says of how it was made.
+    unit: The sum is divided by it: see `checked_weights`.
 
   Returns:
     Whether it was written.
@@ -92,7 +93,8 @@ def weighted(inputs, output, weights, options=Options(), made=None):
   summed = [(s, weight) for s, weight in zip(inputs, weights) if weight != 0]
   pace = _pace(inputs)
   if options.confirm and not options.confirm(
-      _plan(inputs, weights, summed, names, pace, options.only)):
+      _plan(inputs, [w / unit for w in weights], summed, names, pace,
+            options.only)):
     return False
   for source in {last, *(s for s, _ in summed)}:
     with _files.naming(source.path, "cannot be read"):
@@ -111,7 +113,7 @@ def weighted(inputs, output, weights, options=Options(), made=None):
       )) if options.progress else None
       for name, part, value in stack.enter_context(
           contextlib.closing(
-              _sums(summed, names, last, pace, options.allow_nan))):
+              _sums(summed, unit, names, last, pace, options.allow_nan))):
         sink.write(name, value, *part)
         if bar is not None:
           bar.update(value.size * sum(
@@ -182,11 +184,12 @@ def _parts(size, most):
       (begin, min(begin + most, size)) for begin in range(0, size, most))
 
 
-def _sums(summed, names, last, pace, allow_nan):
+def _sums(summed, unit, names, last, pace, allow_nan):
   """Yields names, parts of variables, and their weighted sums, rounded.
 
   Args:
     summed: [(Source, weight)].
+    unit: As of `weighted`.
     names: The names of the variables.
     last: The Source that has the dtypes of the sums.
     pace: A `_pace`.
@@ -198,14 +201,14 @@ def _sums(summed, names, last, pace, allow_nan):
     for name in names:
       for part in _parts(last.specs[name].size, size):
         waiting.append(pool.submit(
-            _sum, summed, name, part, last.dtype(name), allow_nan))
+            _sum, summed, unit, name, part, last.dtype(name), allow_nan))
         if len(waiting) > count:
           yield waiting.popleft().result()
     for coming in waiting:
       yield coming.result()
 
 
-def _sum(summed, name, part, dtype, allow_nan):
+def _sum(summed, unit, name, part, dtype, allow_nan):
   """What `_sums` yields for one part."""
   total = None
   for source, weight in summed:
@@ -214,6 +217,9 @@ def _sum(summed, name, part, dtype, allow_nan):
       # Nothing changes when it is added to -0, not even -0.
       total = np.full(value.shape, -0.0)
     _add(total.reshape(-1), value.reshape(-1), weight)
+  if unit != 1:
+    with np.errstate(over="ignore", invalid="ignore"):
+      total /= unit
   # A minimum is NaN if a value is.
   if not allow_nan and np.isnan(np.min(total, initial=0)):
     raise _is_nan(summed, name, part)
@@ -370,9 +376,15 @@ def why_not(source, name, only=None):
 
 
 def checked_weights(weights, count):
-  """Scales the weights of `count` inputs to a sum of 1: a list."""
+  """Scales the weights of `count` inputs, such as to a sum near 1.
+
+  Returns:
+    A list of weights, and their sum, in (0.5, 1]. The result must be divided by
+    the sum at the end: a sixth is no float64, and a mean of six that is halfway
+    between two numbers would always be rounded to the lower one.
+  """
   if weights is None:
-    return [1 / count] * count
+    weights = [1] * count
   weights = _checks.sequence("weights", weights)
   for weight in weights:
     if not _checks.is_number(weight) or not _is_finite(weight):
@@ -391,8 +403,11 @@ def checked_weights(weights, count):
                      f"{sum(weights):g}.")
   if abs(exponent) < 64 and math.isclose(
       math.ldexp(total, exponent), 1, rel_tol=count * 2.0**-52):
-    return weights  # Such as those that an output tells.
-  return [weight / total for weight in scaled]
+    return weights, 1.0  # Fractions, such as those that an output tells.
+  fraction, exponent = math.frexp(total)
+  exponent -= fraction == 0.5
+  return ([math.ldexp(weight, -exponent) for weight in scaled],
+          math.ldexp(total, -exponent))
 
 
 def _is_finite(number):
