@@ -127,8 +127,8 @@ def test_many_lists_are_not_all_cached():
   opt, all_ = make(), variables_of(8)
   for i in range(1, 60):
     step(opt, [v for k, v in enumerate(all_) if i >> k & 1])
-  assert len(opt._cache._facts) == _lookup_cache._MOST
-  assert len(opt._cache._refs) == _lookup_cache._MOST
+  assert len(opt._averages._cache._facts) == _lookup_cache._MOST
+  assert len(opt._averages._cache._refs) == _lookup_cache._MOST
   before = state(opt, all_[0])
   step(opt, all_[:1])  # One that was forgotten.
   assert state(opt, all_[0])[1] == before[1] / 2 + 1
@@ -140,7 +140,7 @@ def test_many_lists_are_not_all_cached():
 def test_a_list_is_forgotten_with_a_variable():
   opt, variables = make(), variables_of()
   step(opt, variables)
-  caches = opt._cache, _fused._caches[opt._optimizer]
+  caches = opt._averages._cache, _fused._caches[opt._optimizer]
   assert [len(c._facts) for c in caches] == [1, 1]
   [cached] = [x for x in _fused._caches[opt._optimizer].get(
       variables).values() if isinstance(x, _fused._CachedUpdate)]
@@ -268,7 +268,7 @@ def test_a_copy_has_an_empty_cache():
   opt, variables = make(), variables_of()
   step(opt, variables)
   copied = copy.deepcopy(opt)
-  assert not copied._cache._facts
+  assert not copied._averages._cache._facts
   step(copied, variables)
   step(opt, variables)
 
