@@ -356,7 +356,8 @@ def test_an_embedding_in_eager_mode(policy):
 
 @pytest.mark.parametrize("make", [
     lambda: inner(0), lambda: inner(0.5), lambda: v1.AdamOptimizer(0.1),
-    lambda: v1.FtrlOptimizer(0.1), lambda: v1.RMSPropOptimizer(0.1)])
+    lambda: v1.FtrlOptimizer(0.1), lambda: v1.RMSPropOptimizer(0.1)],
+                         ids=["sgd", "momentum", "adam", "ftrl", "rms_prop"])
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_alone_a_worker_trains_as_without_a_policy(policy, dtype, make):
