@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import keras_versions
 import numerics
-import replicas
+from replicas import mirrored as strategy
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
@@ -577,7 +577,7 @@ def test_what_a_step_captures(name, slots, averages, jit):
 def mirrored(make, function, sync=None):
   """As `train`, for each replica, whose gradients sum up to those there."""
   dtype = numerics.FLOAT
-  with replicas.mirrored().scope():
+  with strategy().scope():
     variables = variables_of(dtype)
     opt = make()
     opt.build(variables)
@@ -587,7 +587,7 @@ def mirrored(make, function, sync=None):
     share = tf.where(replica == 0, 0.25, 0.75)
     opt.apply([g if g is None else g * share for g in grads], variables)
 
-  run = lambda grads: replicas.mirrored().run(step, args=(grads,))
+  run = lambda grads: strategy().run(step, args=(grads,))
   if function:
     run = tf.function(run)
   replicas = [Trace(NAMES, [], [], run, opt) for _ in range(2)]
@@ -599,7 +599,7 @@ def mirrored(make, function, sync=None):
   def record():
     for i, replica in enumerate(replicas):
       local = lambda v: np.array(
-          replicas.mirrored().experimental_local_results(v.value)[i].numpy())
+          strategy().experimental_local_results(v.value)[i].numpy())
       replica.values.append(list(map(local, variables)))
       replica.averages.append([list(map(local, row)) for row in rows])
 
