@@ -469,6 +469,7 @@ def test_a_failed_step_changes_nothing(wrapper):
     (lambda: sgd(warmup_steps=1.5), TypeError, "must be an integer, got 1.5"),
     (lambda: sgd(r=-1), ValueError, "`r` must be finite and at least 0"),
     (lambda: sgd(weight_lr_power=np.nan), ValueError, "`weight_lr_power` must"),
+    (lambda: sgd(weight_lr_power=-0.5), ValueError, "at least 0, got -0.5"),
     (lambda: sgd(weight_decay_at_y=-0.1), ValueError, "`weight_decay_at_y`"),
     (lambda: wk.ScheduleFree(1.0), TypeError, "must be a Keras 3 optimizer"),
     (lambda: wk.PrimalAverage(K.SGD(), 0.0), ValueError, "`momentum` must be"),
