@@ -5,6 +5,7 @@ import signal
 import threading
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from local_parts import FORKS, Oracle, Process, run_all
