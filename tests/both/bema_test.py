@@ -9,17 +9,13 @@ import tensorflow as tf
 
 import averages
 import numerics
+import replicas  # pylint: disable=unused-import
 import wrapopt
 from wrapopt import checkpoints
 from wrapopt._averages import _bias_correction
 from wrapopt._averages import _decays
 from wrapopt.keras._averages import _first_step
 import wrapopt.keras as wk
-
-# For MirroredStrategy: before anything runs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 K = keras.optimizers
 v1 = tf.compat.v1

@@ -16,17 +16,13 @@ import keras_versions
 import numerics
 import threads
 import training
+import replicas  # pylint: disable=unused-import
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt.keras import _wrapper
 from wrapopt.keras._steps import _rules
 
 K = keras.optimizers
-
-# For MirroredStrategy: before anything runs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 

@@ -13,16 +13,12 @@ import tensorflow as tf
 import keras_versions
 import numerics
 from training import graph_of, session_of
+import replicas  # pylint: disable=unused-import
 import wrapopt.keras
 from wrapopt import ops
 
 tf1 = tf.compat.v1
 wk, K = wrapopt.keras, keras.optimizers
-
-# Before TensorFlow starts: a device for each replica.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 NO_VALUE = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError)
 AVERAGES_IN_PLACE = (

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import replicas  # pylint: disable=unused-import
 import wrapopt
 import wrapopt.keras
 from wrapopt import server as server_module
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 X = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 

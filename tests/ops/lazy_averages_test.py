@@ -1,7 +1,6 @@
 """Averages of which a step moves only the touched rows."""
 
 import contextlib
-import gc
 import itertools
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""DiLoCo of real processes, in all ways to train, is what NumPy makes of it."""
+"""DiLoCo in `fit` of real processes is what NumPy makes of it."""
 
 import os
 import signal
@@ -24,29 +24,6 @@ def deltas(k):
   """How far its steps go: [rounds, steps, 5]."""
   return np.random.default_rng(k).normal(
       size=(ROUNDS, steps_of(k), 5)).astype(np.float32)
-
-
-def train(way, k, num_workers, servers, pipe):
-  """A process: sends the center after ROUNDS rounds."""
-  xs = deltas(k).reshape([-1, 5])
-  diloco = lambda variables: wrapopt.DiLoCo(
-      variables, servers, f"w{k}", num_workers, steps_of(k),
-      round_timeout_secs=120)
-  if way == "fit":
-    pipe.send(fit(xs, diloco))
-    return
-  w = tf.Variable(tf.zeros([5]))
-  local = diloco([w])
-
-  def step(x):
-    w.assign_add(x)
-    local.step()
-
-  if way == "function":
-    step = tf.function(step)
-  for x in xs:
-    step(tf.constant(x))
-  pipe.send(w.numpy())
 
 
 def fit(xs, diloco, epochs=1, backups=None, die=False):
@@ -80,34 +57,6 @@ def fit(xs, diloco, epochs=1, backups=None, die=False):
   model.fit(xs, np.zeros(len(xs)), 1, epochs, verbose=0, shuffle=False,
             callbacks=callbacks)
   return model.get_weights()[0][:, 0]
-
-
-@pytest.mark.parametrize("num_workers", [2, 4], ids="{}_workers".format)
-@pytest.mark.parametrize("num_servers", [1, 2], ids="{}_servers".format)
-@pytest.mark.parametrize("way", ["eager", "function", "fit"])
-def test_the_oracle(way, num_servers, num_workers):
-  servers = [Process() for _ in range(num_servers)]
-  workers = []
-  try:
-    for k in range(num_workers):
-      pipe, end = FORKS.Pipe()
-      worker = FORKS.Process(target=train, args=(
-          way, k, num_workers, [s.address for s in servers], end), daemon=True)
-      worker.start()
-      end.close()
-      workers.append((worker, pipe))
-    centers = [pipe.recv() for _, pipe in workers]
-  finally:
-    for process in *[w for w, _ in workers], *servers:
-      process.kill()
-  oracle = Oracle(np.zeros(5))
-  for r in range(ROUNDS):
-    oracle.end_round(
-        [oracle.center + deltas(k)[r].sum(axis=0) for k in range(num_workers)],
-        [steps_of(k) for k in range(num_workers)])
-  for center in centers:
-    np.testing.assert_array_equal(center, centers[0])
-    np.testing.assert_allclose(center, oracle.center, rtol=0, atol=1e-4)
 
 
 def fit_on(k, servers, folder, die, pipe):
