@@ -51,6 +51,7 @@ class Settings(typing.NamedTuple):
     learning_rate: The outer learning rate.
     momentum: The outer momentum.
     weight: The rule of weights.
+    dtype: Of the codes that travel, or None.
     variables: A list of Variables: those that take outer steps come first.
   """
   rule: str
@@ -59,6 +60,7 @@ class Settings(typing.NamedTuple):
   learning_rate: float
   momentum: float
   weight: str
+  dtype: typing.Optional[str]
   variables: list
 
   def write(self, index):
@@ -71,14 +73,16 @@ class Settings(typing.NamedTuple):
         f"num_workers = {self.num_workers}",
         f"outer_learning_rate = {self.learning_rate!r}",
         f"outer_momentum = {self.momentum!r}", f"weight = {self.weight!r}",
+        f"dtype = {self.dtype!r}",
         f"number of variables = {len(self.variables)}",
         *(f"variable {i} = {v.write()}" for i, v in enumerate(self.variables))])
 
   @classmethod
   def read(cls, text):
     """(Settings, index) of a text."""
-    rule, servers, index, workers, rate, momentum, weight, _, *variables = [
-        line.split(" = ", 1)[1] for line in text.split("\n")]
+    (rule, servers, index, workers, rate, momentum, weight, dtype, _,
+     *variables) = [line.split(" = ", 1)[1] for line in text.split("\n")]
     return cls(rule, int(servers), int(workers), float(rate), float(momentum),
                weight.strip("'"),
+               None if dtype == "None" else dtype.strip("'"),
                [Variable.read(v) for v in variables]), int(index)

@@ -14,6 +14,7 @@ from wrapopt._averages import _partial
 from wrapopt._averages import _swap
 from wrapopt._gates import _staleness
 from wrapopt._loader import ops as raw
+from wrapopt._local import _codes
 from wrapopt._local import _interrupts
 from wrapopt._local import _layout
 from wrapopt._local import _member
@@ -38,7 +39,8 @@ class LocalTraining(trackable.Trackable):
   """A worker that trains its variables, and shares a center at intervals.
 
   A `tf.train.Checkpoint` of it holds the center of the servers, its velocity
-  and its round. If it is restored, the servers take the center, unless theirs
+  and its round; with a `dtype`, also what codes have lost, on the servers and
+  in this worker, which takes its own back. If it is restored, the servers take the center, unless theirs
   is of a later round, and the worker takes that of the servers in the next
   `step`, instead of a round.
 
@@ -48,14 +50,14 @@ class LocalTraining(trackable.Trackable):
     report: What became of the last round of this worker, or None: with the
       attributes `round`, `counted` (whether the worker's values are part of
       it), `workers` (the names of its members), `not_finite` (the names of
-      workers whose values did not count, since they were not finite), `secs`
-      and `sent` (the number of bytes).
+      workers whose values did not count, since they were not finite), `secs`,
+      `sent` and `received` (numbers of bytes of values).
   """
 
   def __init__(self, variables, servers, worker, num_workers, sync_every,
                min_workers, round_timeout_secs, grace_secs, weight,
-               local_weight, averaged, learning_rate, momentum, most_pushes,
-               progress, only_finite, name, resume, checkpoint):
+               local_weight, averaged, dtype, learning_rate, momentum,
+               most_pushes, progress, only_finite, name, resume, checkpoint):
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
@@ -89,6 +91,14 @@ class LocalTraining(trackable.Trackable):
     self._local_weight = local_weight
     self._progress = _checks.boolean("progress", progress)
     self._only_finite = _checks.boolean("only_finite", only_finite)
+    if dtype is not None and dtype not in _codes.DTYPES:
+      raise ValueError(f"`dtype` must be None or one of {_codes.DTYPES}, got "
+                       f"{dtype!r}.")
+    doubles = [v.name for v in self.variables if v.dtype == tf.float64]
+    if dtype and doubles:
+      raise ValueError(
+          f"`dtype` must be None for variables of dtype float64, got {dtype!r} "
+          f"and '{doubles[0]}': they travel as they are.")
     most_pushes = _checks.integer("most_pushes", most_pushes, least=1)
     initial = [v.numpy() for v in self.variables]
     if bad := self._not_finite(initial):
@@ -105,8 +115,8 @@ class LocalTraining(trackable.Trackable):
             zip([*variables, *averaged], self.variables))]
     settings = _settings.Settings(
         subject, len(servers), num_workers, learning_rate, momentum, weight,
-        described)
-    self._layout = _layout.Layout(described, len(servers))
+        dtype, described)
+    self._layout = _layout.Layout(described, len(servers), dtype)
     job = _server.Job(resume)
     self._member = _member.Member(
         worker,
@@ -263,8 +273,9 @@ class LocalTraining(trackable.Trackable):
 
     In each round, `step` writes them to the default writer of `tf.summary`, if
     there is one, with the number of the round as their step: `rounds/workers`
-    (the number of members), `rounds/seconds`, `rounds/bytes_sent`, and
-    `rounds/not_finite/NAME`, 1 for each worker whose values did not count.
+    (the number of members), `rounds/seconds`, `rounds/bytes_sent`,
+    `rounds/bytes_received`, and `rounds/not_finite/NAME`, 1 for each worker
+    whose values did not count.
     """
     report = self.report
     if report is None:
@@ -272,6 +283,7 @@ class LocalTraining(trackable.Trackable):
     return {"rounds/workers": len(report.workers),
             "rounds/seconds": report.secs,
             "rounds/bytes_sent": report.sent,
+            "rounds/bytes_received": report.received,
             **{f"rounds/not_finite/{w}": 1 for w in report.not_finite}}
 
   def take_center(self):
@@ -333,7 +345,8 @@ class LocalTraining(trackable.Trackable):
     if self._progress:
       print(f"round {report.round}: {len(report.workers)} workers "
             f"({', '.join(report.workers)}), {report.secs:.2f} s, "
-            f"{report.sent / 1e6:.2f} MB sent"
+            f"{report.sent / 1e6:.2f} MB sent, "
+            f"{report.received / 1e6:.2f} MB received"
             + ("" if report.counted else f"; '{self._worker}' did not count")
             + (f"; not finite: {', '.join(report.not_finite)}"
                if report.not_finite else ""),
@@ -399,12 +412,20 @@ class LocalTraining(trackable.Trackable):
                "variables": tf.constant([v.write() for v in self._described])}
     tensors.update((f"center_{g}", tf.constant(x))
                    for g, x in enumerate(center))
-    if self._has_velocities:
-      at, velocities = self._member.read(velocities=True)
+    for key, what, has in (
+        ("velocity", "velocities", self._has_velocities),
+        ("error", "errors", self._layout.travels)):
+      if not has:
+        continue
+      at, vectors = self._member.read(what)
       if at != place:
         return self._serialize_to_tensors()
-      tensors.update((f"velocity_{g}", tf.constant(x))
-                     for g, x in enumerate(velocities))
+      tensors.update((f"{key}_{g}", tf.constant(x))
+                     for g, x in enumerate(vectors))
+    if self._layout.travels:
+      tensors["worker"] = tf.constant(self._worker)
+      tensors.update((f"own_error_{g}", tf.constant(x)) for g, x in enumerate(
+          self._member.errors or [np.zeros_like(c) for c in center]))
     return tensors
 
   def _restore_from_tensors(self, restored_tensors):
@@ -441,7 +462,7 @@ class LocalTraining(trackable.Trackable):
                         for tensor, key in keys.items()})
 
   def _saved(self, tensors):
-    """(round, center, velocities) of the tensors of a checkpoint, by name."""
+    """The arguments of `Member.restore`, of a checkpoint's tensors by name."""
     described = [
         _settings.Variable.read(text.decode()) for text in tensors["variables"]]
     for i, (got, v) in enumerate(itertools.zip_longest(
@@ -453,13 +474,18 @@ class LocalTraining(trackable.Trackable):
             f"file, {v and v.write()!r} here.")
     get = lambda what: [tensors[key] for key in sorted(tensors)
                         if key.startswith(what)]
-    center, velocities = get("center_"), get("velocity_")
+    center, velocities, lost, errors = map(
+        get, ("center_", "velocity_", "error_", "own_error_"))
     if self._only_finite and not all(
-        np.isfinite(x).all() for x in [*center, *velocities]):
+        np.isfinite(x).all() for x in [*center, *velocities, *lost, *errors]):
       raise ValueError("The center and the velocity of a checkpoint must be "
                        "finite, got NaN or infinity: restore an earlier one.")
+    # Errors of another worker are still that worker's.
+    is_own = tensors.get("worker") == self._worker.encode()
     return (int(tensors["round"]), center,
-            velocities if self._has_velocities else [])
+            velocities if self._has_velocities else [],
+            lost if self._layout.travels else [],
+            errors if self._layout.travels and is_own else [])
 
 
 def _variables(subject, variables):
