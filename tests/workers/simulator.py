@@ -33,6 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 import _rounds
+import codes
 import wrapopt
 from wrapopt._local import _layout
 from wrapopt._local import _member
@@ -115,6 +116,8 @@ class Thread:
     self.skew = 0.0
     self.took_at = 0.0  # When it began to take its center.
     self.member = None
+    self.errors, self.place = (), None  # Those of the codes, at a place.
+    self.is_unsure = False  # Whether its values count: the answer was lost.
     self.turn = None  # The last one: (incarnation of the lead, its number).
     # The names of workers: told last, and told before it entered.
     self.hears_left, self.knows_left = set(), set()
@@ -237,8 +240,10 @@ class Session:
     call = Call(me, server, self, op, feeds)
     self._calls = [c for c in self._calls if c.answer is None] + [call]
     world.count_call(call)
+    me.is_unsure |= op == "arrive"
     value, lost = self._wait(call, options.timeout_in_ms / 1000)
     world.count_call(call)
+    me.is_unsure &= op != "arrive" or lost is not None
     if lost is not None:
       raise lost
     if op == "state" and server.index == 0:
@@ -303,7 +308,7 @@ class Server:
     self.rounds = _rounds.Server("sim", self._num_workers)
     self.id = self.world.random_number()
     self.job = 0
-    self.values, self.velocities = [], []
+    self.values, self.velocities, self.errors, self.codes = [], [], [], []
     self.mean, self.weight = [], 0.0
     self.opened = [self.world.now] * 2  # When the last round began, and this.
     self._ring = math.inf
@@ -446,21 +451,30 @@ class Server:
         place=_rounds.Place(*place), min_workers=min_workers,
         grace_secs=grace_secs, timeout_secs=timeout_secs)
 
-  def _center(self, call, reply, *, worker, timeout_secs, first, **_):
+  def _center(self, call, reply, *, worker, timeout_secs, first, count,
+              what="values", **_):
     def read(_):
-      if not 0 <= first < len(self.values):
-        raise error(4, f"index {first} of {len(self.values)}")
-      return self.rounds.known().place, self.values[first].copy()
+      values = getattr(self, what)
+      if not 0 <= first < first + count <= len(values):
+        raise error(4, f"index {first} of {len(values)}")
+      return (self.rounds.known().place,
+              np.concatenate(values[first:first + count]))
     return self._start(call, reply, read, what=_rounds.For.READ,
                        worker=worker, timeout_secs=timeout_secs)
 
+  def _codes(self, call, reply, **kwargs):
+    return self._center(call, reply, what="codes", **kwargs)
+
   def _stage(self, call, reply, *, worker, known, weight, count, first,
-             float64=None, **_):
+             uint8=None, **feeds):
     known = Known.read(known)
     restores = known.place[1] > self.rounds.known().place[1]
     if not restores and not self.values:
       raise error(4, "must have a center before values are sent")
-    values = [] if float64 is None else [float64.copy()]
+    values = [feeds[key].copy() for key in ("float32", "float64")
+              if key in feeds]
+    if uint8 is not None:
+      values = [codes.decode(uint8, self.values[first].size, self.world.dtype)]
     accepted = self.rounds.stage(worker, known, weight, count, first, values)
     self._add_to_mean()
     return accepted
@@ -487,13 +501,19 @@ class Server:
       self._add_to_mean()
       if not self.values or self.weight and len(self.mean) != len(self.values):
         raise error(4, "must have a center and a mean before the step")
-      if not self.velocities:
-        self.velocities = [np.zeros_like(v) for v in self.values]
+      dtype = self.world.dtype
+      for vectors in self.velocities, self.errors:
+        vectors[:] = vectors or [np.zeros_like(v) for v in self.values]
+      self.codes = []
       for i, mean in enumerate(self.mean):
-        way = self.values[i] - mean
+        way = -mean if dtype else self.values[i] - mean
         self.velocities[i] = momentum * self.velocities[i] + way
-        self.values[i] = self.values[i] - learning_rate * (
-            way + momentum * self.velocities[i])
+        update = -learning_rate * (way + momentum * self.velocities[i])
+        if dtype:
+          code, update, self.errors[i] = codes.encode_values(
+              np.float32(update), np.float32(0), self.errors[i], dtype)
+          self.codes.append(code)
+        self.values[i] = self.values[i] + update
       self.mean, self.weight = [], 0.0
       mapped(self.rounds.next)
       self.world.oracle.stepped(self, known.place, Known.with_values(texts))
@@ -507,7 +527,9 @@ class Server:
       self.mean, self.weight, self.job = [], 0.0, job
     if values:
       n = self.world.num_pieces(self.index)
-      self.values, self.velocities = values[:n], values[n:]
+      ends = 2 * n if self.world.dtype else n
+      self.values, self.errors, self.velocities, self.codes = (
+          values[:n], values[n:ends], values[ends:], [])
     if restored:
       self.world.oracle.restored(self, before, bool(values))
     return restored
@@ -518,8 +540,8 @@ class Oracle:
 
   def __init__(self, world):
     self._world = world
-    self.meant = {}  # (worker, round): [(vectors, weight)].
-    self._held = {}  # (place, server): (center, velocity).
+    self.meant = {}  # (worker, round): [(vectors, weight, errors, thread)].
+    self._held = {}  # (place, server): (center, velocity, errors).
     self._lives = {}  # The same: the incarnation of the server.
     # (round, server): by the bytes of its centers, the first center of each.
     self._of_round = {}
@@ -530,10 +552,44 @@ class Oracle:
     # The place of the round that ended: its members that had values.
     self.members = {}
 
-  def mean_to_send(self, worker, round_, vectors, weight):
-    self.meant.setdefault((worker, round_), []).append((vectors, weight))
+  def mean_to_send(self, thread, vectors, weight):
+    """Notes values, or what their codes tell, and what these lose."""
+    world, member, lost = self._world, thread.member, None
+    if world.dtype and vectors is not None:
+      errors = thread.errors or [np.zeros_like(v) for v in vectors]
+      parts = [codes.encode_values(
+          *(world.part(x, i) for x in (vectors, member.center, errors)),
+          world.dtype)[1:] for i in range(world.num_servers)]
+      vectors, lost = map(world.whole, zip(*parts))
+    self.meant.setdefault((thread.name, member.place[0]), []).append(
+        (vectors, weight, lost, thread))
+
+  def check_errors(self, thread):
+    """A worker takes errors over if the values that have them count."""
+    errors, old, member = thread.member.errors, thread.errors, thread.member
+    place, thread.errors, thread.place = thread.place, errors, member.place
+    if place in (None, member.place) or not self._world.dtype:
+      right = [old]
+    else:
+      meant = self.meant.get((thread.name, place[0]), [])
+      workers = self.members.get(place, ())
+      counted = {choice[workers.index(thread.name)]
+                 for choice in self._chosen.get(place, ())
+                 if thread.name in workers}
+      right = [lost for i, (_, _, lost, by) in enumerate(meant)
+               if by is thread and i in counted] or [old]
+      if thread.is_unsure or member.place[1] != place[1]:
+        # Or the round has begun again.
+        right = [old, *(x[2] for x in meant if x[3] is thread)]
+      thread.is_unsure = False
+    if not any(np.allclose(errors or [0], x or [0], rtol=0, atol=1e-5)
+               for x in right):
+      raise Violation(f"{thread.name} keeps errors {errors} from {place} to "
+                      f"{member.place}, which should be one of {right}")
 
   def _record(self, server, velocity, first):
+    lost = np.concatenate(server.errors or [
+        np.zeros_like(v) for v in server.values])
     place = server.rounds.known().place
     center = np.concatenate(server.values)
     key = place, server.index
@@ -543,7 +599,7 @@ class Oracle:
             self._lives[key] == server.incarnation or
             self._world.is_held(place)):
       raise Violation(f"server {server.index} has two centers of {place}")
-    self._held[key] = center, velocity
+    self._held[key] = center, velocity, lost
     self._lives[key] = server.incarnation
     centers = self._of_round.setdefault((place[0], server.index), {})
     centers.setdefault(center.tobytes(), first)
@@ -574,22 +630,26 @@ class Oracle:
     return self._of_round.get((round_, server), {}).get(center.tobytes())
 
   def stepped(self, server, place, workers):
-    center, velocity = self._held[place, server.index]
+    center, velocity, lost = self._held[place, server.index]
     if self.members.setdefault(place, workers) != workers:
       raise Violation(f"round {place} has two sets of members: "
                       f"{self.members[place]}, {workers}")
     got, right = np.concatenate(server.values), {}
+    left = np.concatenate(server.errors)
+    is_coded = self._world.dtype is not None
+    near = {"rtol": 1e-5, "atol": 1e-5} if is_coded else {
+        "rtol": 1e-9, "atol": 1e-9}
     sent = [[(i, x) for i, x in enumerate(self.meant.get((w, place[0]), ()))
              if x[0] is not None] for w in workers]
-    if not workers and np.array_equal(got, center):
+    if not workers and np.array_equal([got, left], [center, lost]):
       right[()] = velocity
     for choice in itertools.product(*sent) if workers else ():
-      values = [self._world.part(x, server.index) for _, (x, _) in choice]
-      weights = [weight for _, (_, weight) in choice]
-      way = center - np.average(values, axis=0, weights=weights)
+      values = [self._world.part(x[0], server.index) for _, x in choice]
+      mean = np.average(values, axis=0, weights=[x[1] for _, x in choice])
+      way = -mean if is_coded else center - mean
       new = MOMENTUM * velocity + way
-      if np.allclose(got, center - RATE * (way + MOMENTUM * new),
-                     rtol=1e-9, atol=1e-9):
+      update = -RATE * (way + MOMENTUM * new)
+      if np.allclose(got + left, center + lost + update, **near):
         right[tuple(i for i, _ in choice)] = new
     chosen = self._chosen.setdefault(place, set(right)) & set(right)
     if not chosen:
@@ -618,7 +678,7 @@ class Oracle:
                         f"another, {job}: {before}, {member.place}")
 
   def saved(self, rng):
-    """(round, center, velocities) of a checkpoint, or None."""
+    """(round, center, velocities, errors) of a checkpoint, or None."""
     servers = range(self._world.num_servers)
     places = [p for p in self._jobs
               if all((p, s) in self._held for s in servers)]
@@ -629,7 +689,7 @@ class Oracle:
     self._was_saved.add(first)
     return place[0], *(
         self._world.whole([self._held[place, s][i] for s in servers])
-        for i in range(2))
+        for i in range(3))
 
   def is_of_checkpoint(self, place):
     """Whether a center goes back to a checkpoint, and not to the first one."""
@@ -653,6 +713,8 @@ class Plan:
     self.num_workers = rng.choice([1, 2, 3, 3])
     # The worker that trains by a real DiLoCo, in each tenth schedule.
     self.trains = seed % 10 == 9 and f"w{seed // 10 % self.num_workers}"
+    self.dtype = random.Random(f"{seed} dtype").choice(
+        [None, None, *codes.DTYPES])
     self.min_workers = rng.choice([1, 1, self.num_workers])
     self.grace = rng.choice([math.inf, math.inf, 0.0, 2.0])
     self.most_pushes = rng.choice([1, 4])
@@ -727,7 +789,10 @@ class World:
     self._server_trouble = [0.0]  # The times at which it ends.
     self._worker_trouble = [0.0]
     self.num_servers = plan.num_servers
-    self._layout = _layout.Layout(_VARIABLES, plan.num_servers)
+    self.dtype = plan.dtype
+    self.variables = [v._replace(dtype=tf.float32) if plan.dtype else v
+                      for v in _VARIABLES]
+    self._layout = _layout.Layout(self.variables, plan.num_servers, plan.dtype)
     self.servers = [Server(self, i, plan.num_workers)
                     for i in range(plan.num_servers)]
     self.oracle = Oracle(self)
@@ -986,7 +1051,7 @@ class World:
     plan, rng = self._plan, self._rng
     index = int(me.name[1:])
     trainer = (Training if me.name == plan.trains else self._member)(me, plan)
-    initial = [np.array([rng.random() for _ in x])
+    initial = [np.array([rng.random() for _ in x], x.dtype)
                for x in self._layout.empty()]
     while not self._try(me, lambda: trainer.start(initial, me.saved)):
       pass
@@ -1001,13 +1066,13 @@ class World:
       rounds += 1
       secs = plan.train_secs[index] if self._quiet_since is None else 0.5
       me.sleep(secs * (0.5 + rng.random()))
-      vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
+      vectors = [c + np.array([rng.uniform(-1, 1) for _ in c], c.dtype)
                  for c in member.center]
       if self._quiet_since is None and rng.random() < plan.not_finite:
         vectors = None
       weight = float(1 + index)
       before = member.place
-      self.oracle.mean_to_send(me.name, before[0], vectors, weight)
+      self.oracle.mean_to_send(me, vectors, weight)
       report = self._try(me, lambda: trainer.sync(vectors, weight))
       if not report:
         self._try(me, lambda: (
@@ -1096,6 +1161,7 @@ class World:
         raise Leave(1.0) from None
       return self._try(me, call)
     member = me.member
+    self.oracle.check_errors(me)
     self._say(me.name, "done", member.place, failed or "")
     if me.interrupted is not None:
       raise Violation(f"Ctrl-C does not end a call of {me.name}")
@@ -1271,9 +1337,12 @@ class SimulatedServer(_server.Server):
     for name in ("join", "release", "leave", "follow", "close", "step",
                  "restore"):
       setattr(self, "_" + name, name)
-    self._stage = {tf.float64: "stage", None: "stage"}
+    self._stage = dict.fromkeys(
+        [None, tf.float32, tf.float64, tf.uint8], "stage")
     self.look = lambda: f"{self.address} is simulated"
-    self._center = {(tf.float64, v): ["center"] for v in (False, True)}
+    self._center = {(tf.float32, "center"): ["center"],
+                    (tf.float64, "center"): ["center"],
+                    (tf.uint8, "codes"): ["codes"]}
 
 
 class DiLoCo(wrapopt.DiLoCo):
@@ -1288,7 +1357,7 @@ class Training:
   def __init__(self, me, plan):
     self._me, self._plan, self._local = me, plan, None
     self._variables = [tf.Variable(tf.zeros(v.shape, v.dtype))
-                       for v in _VARIABLES]
+                       for v in me.world.variables]
 
   def start(self, initial, saved=None):
     if initial is None:
@@ -1303,7 +1372,7 @@ class Training:
         round_timeout_secs=DEADLINE_SECS,
         grace_secs=plan.grace if plan.grace < math.inf else None,
         weight="examples", outer_learning_rate=RATE, outer_momentum=MOMENTUM,
-        most_pushes=plan.most_pushes, name="sim", resume=resumes,
+        dtype=plan.dtype, most_pushes=plan.most_pushes, name="sim", resume=resumes,
         checkpoint=saved)
     self._check()
 
@@ -1320,7 +1389,7 @@ class Training:
     local, before = self._local, self._local.report
     is_first = not int(local._steps.numpy())  # Else an error came between.
     if is_first:
-      self._assign([np.nan * c if vectors is None else v.numpy() + (x - c)
+      self._assign([np.nan * c if vectors is None else x + (v.numpy() - c)
                     for v, c, x in zip(self._variables, self._me.member.center,
                                        vectors or self._me.member.center)])
       local.step(weight - 1)
@@ -1332,13 +1401,14 @@ class Training:
     else:
       self._check()
     if local.report is before:  # It took the center instead.
-      return _member.Report(local.round, False, (), (), 0.0, 0)
+      return _member.Report(local.round, False, (), (), 0.0, 0, 0)
     return local.report
 
-  def restore(self, round_, center, velocities):
+  def restore(self, round_, center, velocities, lost):
     tensors = {"round": round_, "variables": [
         v.write() for v in self._local._described]}
-    for what, vectors in ("center", center), ("velocity", velocities):
+    for what, vectors in (
+        ("center", center), ("velocity", velocities), ("error", lost)):
       tensors.update((f"{what}_{g}", x) for g, x in enumerate(vectors))
     self._local._restore_from_tensors(
         {key: tf.constant(x) for key, x in tensors.items()})

@@ -69,6 +69,9 @@ class Member:
     self.place = None
     self.center = None
     self.errors = ()
+    # (codes of values, what they lose); the place and that of those sent last,
+    # which are its errors once they count; and of those, if the lead has them.
+    self._codes = self._sent = self._counted = None
     self._has_taken = False  # A center of the servers.
     # Of a center from a checkpoint: velocities and errors of the servers, and
     # (round, errors) of this worker.
@@ -113,8 +116,6 @@ class Member:
     if self.place != (round_ + 1, generation):
       members = not_finite = ()
     counted = self._name in members
-    if counted and self._codes:
-      self.errors = self._codes[1]
     now = self._bytes()
     return Report(self.place[0], counted, members, not_finite,
                   time.monotonic() - began, now[0] - sent, now[1] - received)
@@ -242,6 +243,8 @@ class Member:
     known = self._lead.wait_for_close(
         place, self._rules.min_workers, self._left(), self._rules.grace_secs)
     place = None
+    if self._name in known.workers:  # The lead's answer may have been lost.
+      self._counted = self._sent
     if known.workers or known.without_values:
       self._closed = known.place, known.workers, known.without_values
       place = self._step(known)
@@ -279,8 +282,10 @@ class Member:
     for server, of_server in zip(self._servers, arrays):
       if not server.stage(known, weight, of_server):
         return False
+    self._sent = self._codes and (self.place, self._codes[1])
     accepted, known = self._lead.arrive(known)
     if accepted:
+      self._counted = self._sent
       for server in self._others:
         server.follow(known)
     return accepted
@@ -301,6 +306,10 @@ class Member:
     follows = self._layout.travels and self.place == (place[0] - 1, place[1])
     if not self._read(place, vectors, held=self.center if follows else None):
       return False
+    if self._sent and self._sent[0] != place:
+      if self._counted and self._sent[0][1] == place[1]:
+        self.errors = self._counted[1]
+      self._sent = self._counted = None
     if self._saved_errors and self._saved_errors[0] == place[0]:
       self.errors = self._saved_errors[1]  # They are not in a later center.
     self.place, self.center, self._saved_errors = place, vectors, None
