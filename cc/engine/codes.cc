@@ -176,7 +176,9 @@ struct Decode {
         Kind::Read(whole, y);
       }
       if (rate == nullptr) {
-        for (size_t i = 0; i < count; ++i) to[first + i] = from[first + i] + y[i];
+        for (size_t i = 0; i < count; ++i) {
+          to[first + i] = from[first + i] + y[i];
+        }
       } else {
         for (size_t i = 0; i < count; ++i) {
           float x = from[first + i];

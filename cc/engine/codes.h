@@ -56,8 +56,8 @@ using EncodeFn = void (*)(const void* values, const float* center,
 // nullptr for values of double.
 EncodeFn FindEncode(Code code, Number values, Isa isa);
 
-// to = from + the decoded numbers. With a rate, `from` moves towards them by the
-// rule Ema instead. `to` may be `from`.
+// to = from + the decoded numbers. With a rate, `from` moves towards them by
+// the rule Ema instead. `to` may be `from`.
 using DecodeFn = void (*)(const float* from, const void* code,
                           const double* rate, size_t numbers, float* to);
 

@@ -249,10 +249,11 @@ class AveragingCenterOp : public AsyncOpKernel {
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "count", &count));
     Center* const center = resource->center();
     std::lock_guard<std::mutex> lock(center->mu);
-    const std::vector<Tensor>& values = what_ == "velocities" ? center->velocities
-                                        : what_ == "errors"   ? center->errors
-                                        : what_ == "codes"    ? center->codes
-                                                              : center->values;
+    const std::vector<Tensor>& values =
+        what_ == "velocities" ? center->velocities
+        : what_ == "errors"   ? center->errors
+        : what_ == "codes"    ? center->codes
+                              : center->values;
     const std::string subject = absl::StrCat(
         "the ", what_, " of ", resource->rounds()->subject());
     const int64_t n = values.size();

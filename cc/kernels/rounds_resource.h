@@ -43,8 +43,8 @@ struct Center {
   // velocities, the next outer step starts with a velocity of 0.
   std::vector<tensorflow::Tensor> velocities;
   // If codes travel: what the codes of the values have lost, one for each
-  // value, or none for zeros; and the codes of the last round's updates, none if
-  // it had no update or a worker has given the center.
+  // value, or none for zeros; and the codes of the last round's updates, none
+  // if it had no update or a worker has given the center.
   std::vector<tensorflow::Tensor> errors;
   std::vector<tensorflow::Tensor> codes;
   // The job that trains it; 0 if that is not known.

@@ -470,10 +470,10 @@ REGISTER_OP("Wrapopt>AveragingRestore")
 Begins a new generation of a server's rounds, with the center of a worker.
 
 The worker has sent the center by Wrapopt>AveragingStage, with this place, and
-may have sent errors and velocities after it. If it has sent none, the open round begins
-again, with the center that the server has. Rounds that do not hold the center
-begin at any round; at -1, they wait for another generation, while their
-variables are written.
+may have sent errors and velocities after it. If it has sent none, the open
+round begins again, with the center that the server has. Rounds that do not hold
+the center begin at any round; at -1, they wait for another generation, while
+their variables are written.
 
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.

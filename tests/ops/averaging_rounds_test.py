@@ -85,7 +85,8 @@ def test_outer_steps(mode):
 
   def read(index=0, **kwargs):
     place, value = server.run(
-        "center", "a", index, 1, 9., T=[tf.float32, tf.float64][index], **kwargs)
+        "center", "a", index, 1, 9., T=[tf.float32, tf.float64][index],
+        **kwargs)
     return (*place, *value)
 
   known = np.array([b"3 4 0 0 0"], object)

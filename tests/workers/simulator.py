@@ -1372,8 +1372,8 @@ class Training:
         round_timeout_secs=DEADLINE_SECS,
         grace_secs=plan.grace if plan.grace < math.inf else None,
         weight="examples", outer_learning_rate=RATE, outer_momentum=MOMENTUM,
-        dtype=plan.dtype, most_pushes=plan.most_pushes, name="sim", resume=resumes,
-        checkpoint=saved)
+        dtype=plan.dtype, most_pushes=plan.most_pushes, name="sim",
+        resume=resumes, checkpoint=saved)
     self._check()
 
   def _assign(self, vectors):

@@ -40,9 +40,9 @@ class LocalTraining(trackable.Trackable):
 
   A `tf.train.Checkpoint` of it holds the center of the servers, its velocity
   and its round; with a `dtype`, also what codes have lost, on the servers and
-  in this worker, which takes its own back. If it is restored, the servers take the center, unless theirs
-  is of a later round, and the worker takes that of the servers in the next
-  `step`, instead of a round.
+  of this worker, which alone takes that back. If it is restored, the servers
+  take the center, unless theirs is of a later round, and the worker takes that
+  of the servers in the next `step`, instead of a round.
 
   Attributes:
     variables: The shared variables, a list of `tf.Variable`s.
@@ -91,7 +91,8 @@ class LocalTraining(trackable.Trackable):
     self._local_weight = local_weight
     self._progress = _checks.boolean("progress", progress)
     self._only_finite = _checks.boolean("only_finite", only_finite)
-    if dtype is not None and dtype not in _codes.DTYPES:
+    if dtype is not None and not (isinstance(dtype, str) and
+                                  dtype in _codes.DTYPES):
       raise ValueError(f"`dtype` must be None or one of {_codes.DTYPES}, got "
                        f"{dtype!r}.")
     doubles = [v.name for v in self.variables if v.dtype == tf.float64]
