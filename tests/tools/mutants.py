@@ -349,6 +349,19 @@ def _mutants():
           "wrapopt/_local/_server.py",
           "is_other = holds and", "is_other = False and",
           "//tests/workers:local_training_test")
+  yield m("codes: the server forgets what its codes lose",
+          "cc/kernels/averaging_center.cc",
+          "MakeOwn(ctx, n, *center, &center->errors)",
+          "MakeOwn(ctx, n, *center, &(center->errors = {}))",
+          "//tests/ops:averaging_rounds_test")
+  yield m("codes: those of an old round are added",
+          "wrapopt/_local/_member.py",
+          "self.place == (place[0] - 1, place[1])", "self.place",
+          "//tests/workers:local_oracle_test")
+  yield m("codes: errors are taken over though values do not count",
+          "wrapopt/_local/_member.py",
+          "if self._counted and self._sent[0][1]", "if self._sent[0][1]",
+          "//tests/workers:simulator_test")
   yield m("rounds: weights that a callback has restored are sent",
           "wrapopt/keras/local_rounds.py",
           "if changed or not", "if not", "//tests/keras:local_rounds_test")

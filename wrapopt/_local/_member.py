@@ -308,7 +308,7 @@ class Member:
       return False
     if self._sent and self._sent[0] != place:
       if self._counted and self._sent[0][1] == place[1]:
-        self.errors = self._counted[1]
+        self.errors = self._sent[1]
       self._sent = self._counted = None
     if self._saved_errors and self._saved_errors[0] == place[0]:
       self.errors = self._saved_errors[1]  # They are not in a later center.
