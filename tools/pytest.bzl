@@ -19,6 +19,7 @@ def pytest_room(
         nightly = {},
         tags = {},
         timeouts = {},
+        together = [],
         with_keras = []):
     """The tests of a folder, and its other modules as `helpers` of them.
 
@@ -27,6 +28,9 @@ def pytest_room(
       exclude: files that have targets of their own.
       nightly: what runs only with `./tools/test --nightly`, because it takes
         long and is rarely red: {file: as of pytest_test}.
+      together: files whose tests take less time than to import TensorFlow, and
+        leave the process as it was. small_test runs them in one process. Their
+        own targets run only by name.
       with_keras: those that have Keras in their processes, as TensorFlow's
         users do: they need it, or they run what users run.
     """
@@ -48,10 +52,25 @@ def pytest_room(
             args = args.get(src, []),
             data = data.get(src, []),
             nightly = nightly.get(src),
-            tags = tags.get(src, []),
+            tags = tags.get(src, []) + (["manual"] if src in together else []),
             timeout = timeouts.get(src, "long"),
             with_keras = src in have_keras,
             deps = [":helpers"] + deps.get(src, []),
+        )
+    if together:
+        at_night = [
+            "({} and ({}))".format(src[:-len(".py")], nightly[src])
+            for src in together
+            if src in nightly
+        ]
+        _pytest_test(
+            name = "small_test",
+            srcs = together,
+            args = [
+                "-k='not (%s)'" % " or ".join(at_night),
+            ] if at_night else [],
+            with_keras = together[0] in have_keras,
+            deps = [":helpers"],
         )
 
 def pytest_test(
@@ -79,17 +98,17 @@ def pytest_test(
     elif nightly:
         _pytest_test(
             name = name[:-len("test")] + "nightly_test",
-            src = src,
+            srcs = [src],
             args = args + ["-k='%s'" % nightly],
             tags = tags + _NIGHTLY,
             **kwargs
         )
         args = args + ["-k='not (%s)'" % nightly]
-    _pytest_test(name = name, src = src, args = args, tags = tags, **kwargs)
+    _pytest_test(name = name, srcs = [src], args = args, tags = tags, **kwargs)
 
 def _pytest_test(
         name,
-        src,
+        srcs,
         main = "//tools:pytest_main.py",
         deps = [],
         data = [],
@@ -102,9 +121,9 @@ def _pytest_test(
         # "long": each process imports TensorFlow, which takes long on a slow
         # machine.
         timeout = timeout,
-        srcs = [src, main],
+        srcs = srcs + [main],
         main = main,
-        args = ["$(rootpath %s)" % src] + args,
+        args = ["$(rootpath %s)" % src for src in srcs] + args,
         # The list of installed packages: a changed venv reruns the tests.
         data = data + ["@local_config_tf//:environment.txt"],
         deps = deps + [

@@ -13,7 +13,7 @@ from tensorflow.python.tpu import tpu_function
 from wrapopt import ops
 from wrapopt._types import (
     Gradient, GradsAndVars, Loss, Operation, V1Optimizer, Variable)
-from wrapopt._v1 import _step
+from wrapopt._v1._steps import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 _Reduction = tf.compat.v1.losses.Reduction

@@ -41,9 +41,12 @@ class DiLoCo(_training.LocalTraining):
   1.830
   3.227
 
-  Reference: Douillard et al., "DiLoCo: distributed low-communication training
+  References: Douillard et al., "DiLoCo: distributed low-communication training
   of language models", 2023 (arXiv 2311.08105). The weights of workers are those
-  of "Decoupled DiLoCo", 2026 (arXiv 2604.21428).
+  of "Decoupled DiLoCo", 2026 (arXiv 2604.21428). `fragments` and
+  `overlap_steps` are those of Douillard et al., "Streaming DiLoCo with
+  overlapping communication", 2025 (arXiv 2501.18512), with `local_weight` as
+  its alpha; its fragments may also be strided layers.
   """
 
   def __init__(self, variables: Sequence[Any], servers: Sequence[str],
@@ -56,7 +59,8 @@ class DiLoCo(_training.LocalTraining):
                dtype: Optional[str] = None, most_pushes: int = 4,
                progress: bool = False, only_finite: bool = True,
                name: str = "diloco", resume: bool = False,
-               checkpoint: Union[str, os.PathLike, None] = None) -> None:
+               checkpoint: Union[str, os.PathLike, None] = None,
+               fragments: int = 1, overlap_steps: int = 0) -> None:
     """Takes the center.
 
     Args:
@@ -65,7 +69,7 @@ class DiLoCo(_training.LocalTraining):
       outer_momentum: Its momentum, in [0, 1).
       min_workers, round_timeout_secs, grace_secs, weight, local_weight,
         averaged, dtype, most_pushes, progress, only_finite, name, resume,
-        checkpoint: As of `LocalSGD`.
+        checkpoint, fragments, overlap_steps: As of `LocalSGD`.
 
     Raises:
       ValueError: If `outer_learning_rate` or `outer_momentum` is out of range.
@@ -80,4 +84,5 @@ class DiLoCo(_training.LocalTraining):
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, dtype,
         float(outer_learning_rate), float(outer_momentum), most_pushes,
-        progress, only_finite, name, resume, checkpoint)
+        progress, only_finite, name, resume, checkpoint,
+        fragments, overlap_steps)

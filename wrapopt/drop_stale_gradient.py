@@ -20,9 +20,9 @@ from wrapopt._gates import _tokens
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
-from wrapopt._v1 import _gate_counts
-from wrapopt._v1 import _slots
-from wrapopt._v1 import _step
+from wrapopt._v1._averages import _slots
+from wrapopt._v1._steps import _gate_counts
+from wrapopt._v1._steps import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -205,10 +205,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Even if True, the inner optimizer takes the step if a variable has a
     constraint or is listed twice.
     """
-    return self._has_one_pass()
+    return self._fuses()
 
-  def _has_one_pass(self):
-    return self._fused is not False and super()._has_one_pass()
+  def _fuses(self):
+    return self._fused is not False and super()._fuses()
 
   # Recording the step
 
@@ -402,7 +402,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _records.new_stateful_ops() as new:
-          taken = self._inner._take(step.with_one_pass(self._fused)._replace(
+          taken = self._inner._take(step.with_fused(self._fused)._replace(
               global_step=global_step, options=options, accept=verdict.accept,
               transform=self._transform(verdict.staleness,
                                         gradients[0].device),

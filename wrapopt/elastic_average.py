@@ -13,11 +13,11 @@ from wrapopt import ops
 from wrapopt._types import (
     Float, Gradient, GradsAndVars, Integer, Loss, Operation, SessionRunHook,
     V1Optimizer, Variable)
-from wrapopt._v1 import _centers
-from wrapopt._v1 import _control_flow
-from wrapopt._v1 import _elastic
-from wrapopt._v1 import _step
-from wrapopt._v1 import _swapping_saver
+from wrapopt._v1._evaluation import _swapping_saver
+from wrapopt._v1._graphs import _control_flow
+from wrapopt._v1._steps import _step
+from wrapopt._v1._workers import _centers
+from wrapopt._v1._workers import _elastic
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -330,7 +330,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     with self._making_state(), tf.control_dependencies(_step.check(step)):
       stepped = self._inner._take(step._replace(
           global_step=None, name=None, averages=None,
-          rows_stay=False)).done
+          only_touched=False)).done
     steps = [] if step.global_step is None else [step.global_step]
     with tf.name_scope(self._name):
       due, not_due, counted = _centers.count_step(self._local_step, stepped,
@@ -348,7 +348,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   def _making_state(self):
     return _centers.worker_state(self._getter.worker_device)
 
-  def _has_one_pass(self):
+  def _fuses(self):
     return False  # An exchange may follow the inner optimizer's step.
 
   def _copies(self, variables):

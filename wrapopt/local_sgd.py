@@ -44,9 +44,15 @@ class LocalSGD(_training.LocalTraining):
   >>> print(local.round, w.numpy())
   2 [5. 6.]
 
+  With `fragments` and `overlap_steps`, values travel a part at a time, while
+  the worker trains on. Fragments are contiguous; those of the paper may also be
+  strided layers.
+
   References: Stich, "Local SGD converges fast and communicates little", 2018
   (arXiv 1805.09767); `tf.contrib.opt.ModelAverageOptimizer` of TensorFlow 1.15,
-  which has equal weights.
+  which has equal weights; Douillard et al., "Streaming DiLoCo with overlapping
+  communication", 2025 (arXiv 2501.18512), for `fragments`, `overlap_steps` and
+  `local_weight`, its alpha.
   """
 
   def __init__(self, variables: Sequence[Any], servers: Sequence[str],
@@ -58,7 +64,8 @@ class LocalSGD(_training.LocalTraining):
                dtype: Optional[str] = None, most_pushes: int = 4,
                progress: bool = False, only_finite: bool = True,
                name: str = "local_sgd", resume: bool = False,
-               checkpoint: Union[str, os.PathLike, None] = None) -> None:
+               checkpoint: Union[str, os.PathLike, None] = None,
+               fragments: int = 1, overlap_steps: int = 0) -> None:
     """Takes the center.
 
     Args:
@@ -116,6 +123,17 @@ class LocalSGD(_training.LocalTraining):
         do after half of `round_timeout_secs`, unless a worker comes that holds
         it.
 
+      fragments: The number of groups of variables, each with a center and
+        rounds of its own, which divides `sync_every`. Groups are contiguous,
+        and of as equal bytes as whole variables allow. Every `sync_every /
+        fragments` steps, the next group in turn takes part in its round. The
+        same for all workers.
+      overlap_steps: The number of steps that the worker takes while values
+        travel in another thread, less than `sync_every / fragments`. After
+        these steps, it waits for the end of the round, if that is not yet
+        there, and assigns `center + local_weight (own - center)` of its values
+        by then. So these steps are lost with `local_weight=0`.
+
     Raises:
       TypeError: If an argument is of a wrong type.
       ValueError: If a number is out of range, a variable is not finite, one is
@@ -131,6 +149,6 @@ class LocalSGD(_training.LocalTraining):
     """
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
-        round_timeout_secs, grace_secs, weight, local_weight, averaged,
-        dtype, 1.0, 0.0, most_pushes, progress, only_finite, name, resume,
-        checkpoint)
+        round_timeout_secs, grace_secs, weight, local_weight, averaged, dtype,
+        1.0, 0.0, most_pushes, progress, only_finite, name, resume, checkpoint,
+        fragments, overlap_steps)

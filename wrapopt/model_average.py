@@ -10,10 +10,10 @@ from wrapopt import ops
 from wrapopt._local import _in_graph
 from wrapopt._types import (
     GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
-from wrapopt._v1 import _centers
-from wrapopt._v1 import _control_flow
-from wrapopt._v1 import _step
-from wrapopt._v1 import _stops
+from wrapopt._v1._graphs import _control_flow
+from wrapopt._v1._steps import _step
+from wrapopt._v1._workers import _centers
+from wrapopt._v1._workers import _stops
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -304,7 +304,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     with self._making_state(), tf.control_dependencies(_step.check(step)):
       stepped = self._inner._take(step._replace(
           global_step=None, name=None, averages=None,
-          rows_stay=False)).done
+          only_touched=False)).done
     if self._applied == len(self._rounds):
       self._rounds.append(self._new_rounds())
     rounds = self._rounds[self._applied]
@@ -326,7 +326,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
   def _making_state(self):
     return _centers.worker_state(self._device)
 
-  def _has_one_pass(self):
+  def _fuses(self):
     return False  # A round may follow the inner optimizer's step.
 
   def get_init_op(self) -> Operation:

@@ -15,10 +15,10 @@ from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
-from wrapopt._v1 import _averaging
-from wrapopt._v1 import _slots
-from wrapopt._v1 import _step
-from wrapopt._v1._swapping_saver import SwappingSaver
+from wrapopt._v1._averages import _averaging
+from wrapopt._v1._averages import _slots
+from wrapopt._v1._evaluation._swapping_saver import SwappingSaver
+from wrapopt._v1._steps import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 
@@ -228,7 +228,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     variables = kept.trained(step, bool(self._sequential_update))
     stored, shadows = kept.by_decay(variables)
     untrained = kept.untrained_by_decay(variables)
-    averages = _plan.Averages(
+    averages = _plan.StepAverages(
         variables, shadows, stored,
         _decays.Schedule(kept.moving_of(kept.decays), self._num_updates,
                          self.average_steps(), kept.update_every),
@@ -236,7 +236,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if not (averages.has_trained or untrained[0]):
       averages = None
     taken = self._inner._take(
-        step.with_one_pass(self._fused)._replace(averages=averages))
+        step.with_fused(self._fused)._replace(averages=averages))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
   @property
@@ -248,10 +248,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
     `tf.distribute` strategy, and if a decay or `num_updates` is a callable,
     which must be called after the step.
     """
-    return self._has_one_pass()
+    return self._fuses()
 
-  def _has_one_pass(self):
-    return self._fused is not False and super()._has_one_pass()
+  def _fuses(self):
+    return self._fused is not False and super()._fuses()
 
   def is_lazy(self, var: Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.

@@ -1,11 +1,11 @@
 """Generalized primal averaging: gradients near a moving average."""
 
-from wrapopt._averages import _interpolated as _schedules
+from wrapopt._averages import _interpolation as _schedules
 from wrapopt._types import V1Optimizer
-from wrapopt._v1 import _interpolated
+from wrapopt._v1 import _interpolation
 
 
-class PrimalAverageOptimizer(_interpolated.InterpolatingOptimizer):
+class PrimalAverageOptimizer(_interpolation.InterpolatingOptimizer):
   """Trains at a point near a moving average, and evaluates the average.
 
   The inner optimizer trains `z`, by gradients at `y`, and `x` is a moving

@@ -1,11 +1,11 @@
 """Schedule-Free learning: an average of the weights instead of a schedule."""
 
-from wrapopt._averages import _interpolated as _schedules
+from wrapopt._averages import _interpolation as _schedules
 from wrapopt._types import V1Optimizer
-from wrapopt._v1 import _interpolated
+from wrapopt._v1 import _interpolation
 
 
-class ScheduleFreeOptimizer(_interpolated.InterpolatingOptimizer):
+class ScheduleFreeOptimizer(_interpolation.InterpolatingOptimizer):
   """Trains with a constant learning rate and evaluates an average.
 
   The inner optimizer trains `z`, by gradients at `y`, and `x` is the average of

@@ -64,7 +64,7 @@ def drop(servers, name):
     Whether a server had it.
   """
   _server.check_addresses(servers)
-  return any([_jobs.drop(address, name) for address in servers])
+  return any([_jobs.drop_job(address, name) for address in servers])
 
 
 def drop_idle(address, secs):

@@ -19,7 +19,7 @@ constexpr size_t kGroup = 64;  // Elements between two prefetches.
 
 template <class Rule, class State, class Input, size_t... s, size_t... i,
           size_t... c>
-WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
+WRAPOPT_RULE void RunRule(void* const* operands, const double* scalars,
                        size_t begin, size_t end, const Ahead& ahead,
                        std::index_sequence<s...>, std::index_sequence<i...>,
                        std::index_sequence<c...>) {
@@ -60,7 +60,7 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
 template <class R, size_t kStates, size_t kInputs, size_t kScalars>
 struct Arity {
   template <class State, class Input>
-  struct Step {
+  struct Loop {
     using Fn = StepFn;
     // float and double are bound by memory, half and bfloat16 by arithmetic.
     static constexpr bool kIsWide = sizeof(State) == 2;
@@ -68,7 +68,7 @@ struct Arity {
     WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
                                  size_t begin, size_t end, const Ahead& ahead) {
       const FlushSubnormals flush;
-      Loop<R, State, Input>(operands, scalars, begin, end, ahead,
+      RunRule<R, State, Input>(operands, scalars, begin, end, ahead,
                             std::make_index_sequence<kStates>(),
                             std::make_index_sequence<kInputs>(),
                             std::make_index_sequence<kScalars>());
@@ -200,7 +200,7 @@ StepFn FindLoop(RuleId rule, Number states, Number inputs, Isa isa) {
 #define WRAPOPT_FIND(name, s, i, c, sparse)                                    \
   case RuleId::k##name:                                                        \
     return ForNumbers<Arity<name, CountNames(s), CountNames(i),                \
-                            CountNames(c)>::Step>(states, inputs, isa);
+                            CountNames(c)>::Loop>(states, inputs, isa);
     WRAPOPT_RULES(WRAPOPT_FIND)
 #undef WRAPOPT_FIND
   }

@@ -27,7 +27,6 @@ void LazyAverage::CatchUpAll(const Threads& threads) const {
 
 void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
                            bool is_step) const {
-  if (is_step) BeginStep();
   const int64_t bytes = row_elements * (3 * shadow_bytes + value_bytes);
   RunParallel(threads, sorted.size(), 40 + bytes / 4,
               [&](int64_t begin, int64_t end) {

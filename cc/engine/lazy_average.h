@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "cc/engine/elementwise.h"
-#include "cc/engine/huge_pages.h"
 #include "cc/engine/sparse_rows.h"
 #include "cc/engine/threads.h"
 
@@ -38,16 +37,6 @@ struct LazyAverage {
   // behind. The old value, towards which they had to move, is lost.
   bool IsValueReplaced() const {
     return all_steps() != 0 && step_value() != 0 && step_value() != Address();
-  }
-
-  // Must be called before a step. Returns whether the arrays may be new. If all
-  // rows are up to date, no step has used the arrays since they were made, read
-  // or assigned.
-  bool BeginStep() const {
-    if (all_steps() != 0) return false;
-    UseHugePages(shadow, rows * row_elements * shadow_bytes);
-    UseHugePages(log_decays, rows * sizeof(double));
-    return true;
   }
 
   // Brings rows up to date, except for this step, and marks them as if they had

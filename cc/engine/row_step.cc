@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "cc/engine/huge_pages.h"
 
 namespace wrapopt {
 namespace {
@@ -80,13 +79,6 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
   };
 
   if (rule_->sparse == Sparse::kRows) {
-    bool may_be_new = false;
-    for (const LazyAverage& average : averages) {
-      may_be_new |= average.BeginStep();
-    }
-    for (void* const state : states) {
-      if (may_be_new) UseHugePages(state, elements * bytes_);
-    }
     const int64_t arrays = states.size() + averages.size();
     const int64_t cycles_per_row =
         40 + row * (grad_bytes_ + bytes_ * arrays) / 4;

@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include "cc/engine/old_glibc.h"
+#include "cc/old_glibc.h"
 
 // The versions before 2.34, which moved them to another library.
 WRAPOPT_OLD_GLIBC(dlopen, "2.2.5");

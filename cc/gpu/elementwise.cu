@@ -122,12 +122,12 @@ struct SumOfSources {
 #pragma unroll
     for (int j = 0; j < Access::kCount; ++j) value[j] = 0;
     for (int source = 0; source < header.sources; ++source) {
-      const Word* member = words + source * kWordsPerMember;
-      const Number number = static_cast<Number>(member[1]);
+      const Word* operand = words + source * kWordsPerOperand;
+      const Number number = static_cast<Number>(operand[1]);
       typename Access::Raw raw;
       access.Load(arrays.Find<Compute>(source, number), number, &raw);
       Compute weight, x[Access::kCount];
-      Read(member[0], &weight);
+      Read(operand[0], &weight);
       Access::Unpack(raw, number, x);
       const Compute is_first = source == 0 ? 1 : 0;
 #pragma unroll
@@ -146,7 +146,7 @@ struct NoStep : SumOfSources {
 // Lazy targets catch up with the steps that a row has missed.
 template <class Compute, class Access>
 WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
-                                   Number value_number, const Word* members,
+                                   Number value_number, const Word* operands,
                                    int targets, const Arrays& arrays,
                                    const Access& access) {
   const Arrays log_decays = arrays.From(targets);
@@ -166,7 +166,7 @@ WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
         CatchUp::Lag(read(now, 0), read(log_decays, row)));
     if (rate == 0) continue;
     const Number number =
-        static_cast<Number>(members[target * kWordsPerMember + 1]);
+        static_cast<Number>(operands[target * kWordsPerOperand + 1]);
     char* const array = arrays.Find<Compute>(target, number);
     typename Access::Raw raw, raw_value;
     access.Load(array, number, &raw);
@@ -187,9 +187,9 @@ WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
 template <class Compute, class Access>
 class Targets {
  public:
-  WRAPOPT_DEVICE Targets(int count, const Word* members, const Arrays& arrays,
+  WRAPOPT_DEVICE Targets(int count, const Word* operands, const Arrays& arrays,
                          const Access& access)
-      : count_(count), members_(members), arrays_(arrays), access_(access) {
+      : count_(count), operands_(operands), arrays_(arrays), access_(access) {
     Fetch(0);
   }
 
@@ -197,7 +197,7 @@ class Targets {
     for (int target = 0; target < count_; ++target) {
       const Number number = NumberOf(target);
       Compute rate, x[Access::kCount];
-      Read(members_[target * kWordsPerMember], &rate);
+      Read(operands_[target * kWordsPerOperand], &rate);
       Access::Unpack(fetched_, number, x);
       Fetch(target + 1);
 #pragma unroll
@@ -219,11 +219,11 @@ class Targets {
   }
 
   WRAPOPT_DEVICE Number NumberOf(int target) const {
-    return static_cast<Number>(members_[target * kWordsPerMember + 1]);
+    return static_cast<Number>(operands_[target * kWordsPerOperand + 1]);
   }
 
   const int count_;
-  const Word* const members_;
+  const Word* const operands_;
   const Arrays arrays_;
   const Access access_;
   typename Access::Raw fetched_;
@@ -233,20 +233,20 @@ template <class Value, class Compute, class Access>
 WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
                            const Access& access) {
   const Header& header = table.header;
-  const Word* const members =
-      table.words + Value::kScalars + header.sources * kWordsPerMember;
+  const Word* const operands =
+      table.words + Value::kScalars + header.sources * kWordsPerOperand;
   const Arrays of_targets = arrays.From(Value::kArrays + header.sources);
   // A step's lazy targets are taken one by one: so they cost the others no
   // register.
   if constexpr (Value::kMayBeLazy && (!Value::kIsStep || Access::kCount == 1)) {
     if (header.is_lazy) {
       const Number number = Value::ValueNumber(header, table.words);
-      CatchUpTargets<Compute>(arrays.Find<Compute>(0, number), number, members,
+      CatchUpTargets<Compute>(arrays.Find<Compute>(0, number), number, operands,
                               header.targets, of_targets, access);
     }
   }
   if constexpr (Value::kIsStep) {
-    Targets<Compute, Access> targets(header.targets, members, of_targets,
+    Targets<Compute, Access> targets(header.targets, operands, of_targets,
                                      access);
     Compute value[Access::kCount];
     Value::Run(header, table.words, arrays, access, value);
@@ -260,8 +260,9 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
   const bool is_lazy = Value::kMayBeLazy && header.is_lazy;
   const size_t count =
       Value::kArrays + header.sources + header.targets * (is_lazy ? 3 : 1);
-  const Word* const bases = table.words + Value::kScalars +
-                            (header.sources + header.targets) * kWordsPerMember;
+  const Word* const bases =
+      table.words + Value::kScalars +
+      (header.sources + header.targets) * kWordsPerOperand;
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
   const size_t stride = 1 + count + is_lazy;

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cc/engine/old_glibc.h"
+#include "cc/old_glibc.h"
 
 // The versions before 2.34, which moved them to another library.
 WRAPOPT_OLD_GLIBC(dlopen, "2.2.5");

@@ -86,10 +86,10 @@ class Launches {
     for (const double scalar : update.scalars) {
       prefix_.push_back(ToWord(scalar, update.is_double));
     }
-    for (const auto* members : {&update.sources, &update.targets}) {
-      for (const Update::Member& member : *members) {
-        prefix_.push_back(ToWord(member.scalar, update.is_double));
-        prefix_.push_back(static_cast<Word>(member.number));
+    for (const auto* operands : {&update.sources, &update.targets}) {
+      for (const Update::Operand& operand : *operands) {
+        prefix_.push_back(ToWord(operand.scalar, update.is_double));
+        prefix_.push_back(static_cast<Word>(operand.number));
       }
     }
     if (update.rule.has_value()) {
@@ -98,9 +98,9 @@ class Launches {
       ranges_.resize(ranges_.size() + CountNames(info.inputs),
                      Range(SizeOf(update.input)));
     }
-    for (const auto* members : {&update.sources, &update.targets}) {
-      for (const Update::Member& member : *members) {
-        ranges_.emplace_back(SizeOf(member.number));
+    for (const auto* operands : {&update.sources, &update.targets}) {
+      for (const Update::Operand& operand : *operands) {
+        ranges_.emplace_back(SizeOf(operand.number));
       }
     }
     numbers_ = ranges_.size();

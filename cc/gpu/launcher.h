@@ -22,7 +22,7 @@ namespace gpu {
 
 // One step for each of many variables: see cc/gpu/table.h.
 struct Update {
-  struct Member {
+  struct Operand {
     double scalar;  // The weight of a source, the rate of a target.
     Number number;
   };
@@ -33,8 +33,8 @@ struct Update {
   Number state = Number::kFloat;
   Number input = Number::kFloat;
   std::vector<double> scalars;
-  std::vector<Member> sources;
-  std::vector<Member> targets;
+  std::vector<Operand> sources;
+  std::vector<Operand> targets;
   // False: lazy targets catch up with the only source, and no step is taken.
   bool is_step = true;
   // Whether it is computed in double, or in float.

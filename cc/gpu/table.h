@@ -79,7 +79,7 @@ constexpr size_t kLarge = 32760;  // The most that words of 8 bytes fill.
 using SmallTable = Table<Header, kSmall>;
 using LargeTable = Table<Header, kLarge>;
 
-constexpr size_t kWordsPerMember = 2;  // Words of a source or a target.
+constexpr size_t kWordsPerOperand = 2;  // Words of a source or a target.
 
 // The distance of an input of zeros.
 constexpr uint32_t kNoArray = 0xffffffff;

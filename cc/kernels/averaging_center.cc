@@ -19,8 +19,9 @@
 #include "cc/kernels/codes.h"
 #include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/rounds_resource.h"
+#include "cc/kernels/threads.h"
 #include "cc/protocols/rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -293,15 +294,9 @@ class AveragingCenterOp : public AsyncOpKernel {
   std::string what_;
 };
 
-#define WRAPOPT_REGISTER(op, Kernel)                                           \
-  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), \
-                          Kernel)
-
-WRAPOPT_REGISTER(AveragingOuterStep, FunctionKernel<AveragingOuterStep>);
-WRAPOPT_REGISTER(AveragingRestore, FunctionKernel<AveragingRestore>);
-WRAPOPT_REGISTER(AveragingCenter, AveragingCenterOp);
-
-#undef WRAPOPT_REGISTER
+WRAPOPT_REGISTER_CPU("AveragingOuterStep", FunctionKernel<AveragingOuterStep>);
+WRAPOPT_REGISTER_CPU("AveragingRestore", FunctionKernel<AveragingRestore>);
+WRAPOPT_REGISTER_CPU("AveragingCenter", AveragingCenterOp);
 
 }  // namespace
 }  // namespace wrapopt

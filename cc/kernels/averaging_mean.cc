@@ -2,7 +2,6 @@
 // variables.
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
-#include <type_traits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -11,14 +10,14 @@
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/rounds_resource.h"
+#include "cc/kernels/threads.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/averaging_rounds.h"
 #include "cc/protocols/rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
 
@@ -30,31 +29,6 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-template <class T>
-void Increment(Tensor* count) {
-  T& x = count->scalar<T>()();
-  if constexpr (std::is_integral_v<T>) {
-    // The sum may overflow.
-    x = static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) + 1u);
-  } else {
-    x = x + T(1);
-  }
-}
-
-// A function that adds 1 to a scalar; nullptr if the scalar is not a real
-// number.
-void (*IncrementOf(tensorflow::DataType dtype))(Tensor*) {
-  switch (dtype) {
-#define WRAPOPT_CASE(T)                      \
-  case tensorflow::DataTypeToEnum<T>::value: \
-    return Increment<T>;
-    TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
-#undef WRAPOPT_CASE
-    default:
-      return nullptr;
-  }
-}
 
 class AveragingMeanOp : public OpKernel {
  public:
@@ -190,9 +164,7 @@ class AveragingMeanOp : public OpKernel {
   std::vector<int> counters_;
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>AveragingMean").Device(tensorflow::DEVICE_CPU),
-    AveragingMeanOp);
+WRAPOPT_REGISTER_CPU("AveragingMean", AveragingMeanOp);
 
 }  // namespace
 }  // namespace wrapopt

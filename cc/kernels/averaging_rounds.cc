@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <chrono>  // NOLINT(build/c++11)
 #include <cmath>
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
@@ -15,6 +14,7 @@
 #include "cc/kernels/codes.h"
 #include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/rounds_resource.h"
 #include "cc/ops/averaging_rounds.h"
 #include "cc/ops/contracts.h"
@@ -451,9 +451,7 @@ absl::Status AveragingDrop(OpKernelContext* ctx) {
 }
 
 absl::Status AveragingClock(OpKernelContext* ctx) {
-  const std::chrono::duration<double> now =
-      std::chrono::steady_clock::now().time_since_epoch();
-  TF_RETURN_IF_ERROR(WriteScalar(ctx, "secs", now.count()));
+  TF_RETURN_IF_ERROR(WriteScalar(ctx, "secs", NowSecs()));
   return absl::OkStatus();
 }
 
@@ -471,26 +469,20 @@ absl::Status AveragingRaise(OpKernelContext* ctx) {
   return absl::OkStatus();
 }
 
-#define WRAPOPT_REGISTER(op, Kernel)                                           \
-  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), \
-                          Kernel)
-
-WRAPOPT_REGISTER(AveragingRounds, AveragingRoundsOp);
-WRAPOPT_REGISTER(AveragingEnter, AveragingEnterOp);
-WRAPOPT_REGISTER(AveragingClose, AveragingCloseOp);
-WRAPOPT_REGISTER(AveragingState, AveragingStateOp);
-WRAPOPT_REGISTER(AveragingJoin, FunctionKernel<AveragingJoin>);
-WRAPOPT_REGISTER(AveragingStage, FunctionKernel<AveragingStage>);
-WRAPOPT_REGISTER(AveragingArrive, FunctionKernel<AveragingArrive>);
-WRAPOPT_REGISTER(AveragingRelease, FunctionKernel<AveragingRelease>);
-WRAPOPT_REGISTER(AveragingFollow, FunctionKernel<AveragingFollow>);
-WRAPOPT_REGISTER(AveragingLeave, FunctionKernel<AveragingLeave>);
-WRAPOPT_REGISTER(AveragingList, FunctionKernel<AveragingList>);
-WRAPOPT_REGISTER(AveragingDrop, FunctionKernel<AveragingDrop>);
-WRAPOPT_REGISTER(AveragingClock, FunctionKernel<AveragingClock>);
-WRAPOPT_REGISTER(AveragingRaise, FunctionKernel<AveragingRaise>);
-
-#undef WRAPOPT_REGISTER
+WRAPOPT_REGISTER_CPU("AveragingRounds", AveragingRoundsOp);
+WRAPOPT_REGISTER_CPU("AveragingEnter", AveragingEnterOp);
+WRAPOPT_REGISTER_CPU("AveragingClose", AveragingCloseOp);
+WRAPOPT_REGISTER_CPU("AveragingState", AveragingStateOp);
+WRAPOPT_REGISTER_CPU("AveragingJoin", FunctionKernel<AveragingJoin>);
+WRAPOPT_REGISTER_CPU("AveragingStage", FunctionKernel<AveragingStage>);
+WRAPOPT_REGISTER_CPU("AveragingArrive", FunctionKernel<AveragingArrive>);
+WRAPOPT_REGISTER_CPU("AveragingRelease", FunctionKernel<AveragingRelease>);
+WRAPOPT_REGISTER_CPU("AveragingFollow", FunctionKernel<AveragingFollow>);
+WRAPOPT_REGISTER_CPU("AveragingLeave", FunctionKernel<AveragingLeave>);
+WRAPOPT_REGISTER_CPU("AveragingList", FunctionKernel<AveragingList>);
+WRAPOPT_REGISTER_CPU("AveragingDrop", FunctionKernel<AveragingDrop>);
+WRAPOPT_REGISTER_CPU("AveragingClock", FunctionKernel<AveragingClock>);
+WRAPOPT_REGISTER_CPU("AveragingRaise", FunctionKernel<AveragingRaise>);
 
 }  // namespace
 }  // namespace wrapopt

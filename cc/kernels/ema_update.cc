@@ -6,8 +6,8 @@
 #include "cc/engine/isa.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
 #include "cc/kernels/registration.h"
+#include "cc/kernels/threads.h"
 #include "cc/kernels/variables.h"
 #include "tensorflow/core/framework/op_kernel.h"
 

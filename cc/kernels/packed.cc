@@ -6,8 +6,8 @@
 
 #include "absl/status/status.h"
 #include "cc/kernels/gpu.h"
-#include "cc/kernels/parallel.h"
 #include "cc/kernels/registration.h"
+#include "cc/kernels/threads.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/packed.h"
 #include "tensorflow/core/framework/op_kernel.h"

@@ -1,4 +1,4 @@
-// Registers kernels for CPU and GPU.
+// Registers kernels, for CPU alone or for CPU and GPU.
 #ifndef WRAPOPT_CC_KERNELS_REGISTRATION_H_
 #define WRAPOPT_CC_KERNELS_REGISTRATION_H_
 
@@ -8,6 +8,11 @@
 #include "tensorflow/core/framework/kernel_def_builder.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
+
+// A statement that registers the kernel of an op for CPU alone.
+#define WRAPOPT_REGISTER_CPU(op, Kernel)                                      \
+  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op).Device(tensorflow::DEVICE_CPU), \
+                          Kernel)
 
 namespace wrapopt {
 

@@ -20,7 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "cc/kernels/codes.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/threads.h"
 #include "cc/ops/averaging_rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -58,13 +58,13 @@ std::pair<std::string, std::string> RoundsOptions::Compare(
   return {all, of_other};
 }
 
-namespace {
-
 double NowSecs() {
   const std::chrono::duration<double> now =
       std::chrono::steady_clock::now().time_since_epoch();
   return now.count();
 }
+
+namespace {
 
 // All rounds of the process: their managers, containers and names. New rounds
 // may have the name of some that a kernel has not yet released.

@@ -97,6 +97,9 @@ struct RoundsOptions {
   }
 };
 
+// The time of a clock that nobody sets.
+double NowSecs();
+
 // A wait does not keep the rounds alive. Their deletion ends the wait.
 class RoundsResource : public tensorflow::ResourceBase {
  public:
@@ -143,22 +146,8 @@ inline absl::Status FindRounds(tensorflow::OpKernelContext* ctx,
 }
 
 inline absl::Status ToStatus(const RoundsStatus& status) {
-  using Code = RoundsStatus::Code;
-  switch (status.code) {
-    case Code::kOk:
-      return absl::OkStatus();
-    case Code::kAborted:
-      return absl::AbortedError(status.message);
-    case Code::kCancelled:
-      return absl::CancelledError(status.message);
-    case Code::kDeadlineExceeded:
-      return absl::DeadlineExceededError(status.message);
-    case Code::kFailedPrecondition:
-      return absl::FailedPreconditionError(status.message);
-    case Code::kInvalidArgument:
-      return absl::InvalidArgumentError(status.message);
-  }
-  return absl::InternalError(status.message);
+  return absl::Status(static_cast<absl::StatusCode>(status.code),
+                      status.message);
 }
 
 // A tensor that nobody else reads, with the elements of `from`.

@@ -1,6 +1,6 @@
 #include "cc/kernels/sort_rows.h"
 
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/threads.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {

@@ -3,14 +3,16 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/engine/old_glibc.h"
+#include "cc/kernels/companions.h"
 #include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/of_variable.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
+#include "cc/old_glibc.h"
 #include "cc/ops/staleness_gate.h"
 #include "cc/protocols/gate.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -42,23 +44,12 @@ struct TicketResource : public tensorflow::ResourceBase {
 // sessions and ops.
 absl::Status FindGate(OpKernelContext* ctx, const Variables& variables,
                       int step, std::shared_ptr<Gate>* gate) {
-  return FindOfVariable(ctx, variables, step, "staleness gate", gate);
+  return FindCompanion(ctx, variables, step, "staleness gate", gate);
 }
 
 int64_t ReadStep(const Tensor& t) {
   return t.dtype() == tensorflow::DT_INT32 ? t.scalar<int32_t>()()
                                            : t.scalar<int64_t>()();
-}
-
-// The step wraps around on overflow, as in TensorFlow.
-void IncrementStep(Tensor* t) {
-  if (t->dtype() == tensorflow::DT_INT32) {
-    int32_t& step = t->scalar<int32_t>()();
-    step = static_cast<uint32_t>(step) + 1;
-  } else {
-    int64_t& step = t->scalar<int64_t>()();
-    step = static_cast<uint64_t>(step) + 1;
-  }
 }
 
 absl::Status StalenessRecord(OpKernelContext* ctx,
@@ -81,11 +72,10 @@ absl::Status StalenessRecord(OpKernelContext* ctx,
 
 absl::Status StalenessGate(OpKernelContext* ctx,
                            Variables::LookupCache* cache) {
-  int64_t recorded, limit;
+  int64_t recorded, limit, token;
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "recorded", &recorded));
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "limit", &limit));
-  Gate::Number its;
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "token", &its.token));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "token", &token));
   Variables variables(ctx, cache);
   int step, counter, histogram;
   TF_RETURN_IF_ERROR(variables.Find("step", Variables::Access::kRead, &step));
@@ -95,7 +85,10 @@ absl::Status StalenessGate(OpKernelContext* ctx,
       variables.Find("histogram", Variables::Access::kWrite, &histogram));
   std::shared_ptr<Gate> gate;
   TF_RETURN_IF_ERROR(FindGate(ctx, variables, step, &gate));
-  Try update(gate.get(), &its);
+  TicketResource* resource;
+  TF_RETURN_IF_ERROR(MakeOwner(ctx, "ticket", &resource));
+  Ticket& ticket = resource->ticket;
+  const bool begun = ticket.Begin(gate, token);
   TF_RETURN_IF_ERROR(variables.Lock());
   TF_RETURN_IF_ERROR(CheckGate(variables, step, counter, histogram));
   const Tensor& value = *variables.tensor(step);
@@ -105,61 +98,56 @@ absl::Status StalenessGate(OpKernelContext* ctx,
   TF_RETURN_IF_ERROR(ctx->allocate_output("accept", {}, &accept));
   TF_RETURN_IF_ERROR(ctx->allocate_output("staleness", {}, &staleness));
   TF_RETURN_IF_ERROR(ctx->allocate_output("number", {}, &number));
-  TicketResource* resource;
-  TF_RETURN_IF_ERROR(MakeOwner(ctx, "ticket", &resource));
 
   // Nothing below can fail.
   int64_t& stale = staleness->scalar<int64_t>()();
   stale = -1;
   const bool admitted =
-      update.begun() && update.Admit(ReadStep(value), recorded, limit, &stale);
+      begun && ticket.Admit(ReadStep(value), recorded, limit, &stale);
   accept->scalar<bool>()() = admitted;
-  number->scalar<int64_t>()() = its.value;
-  if (!update.begun()) return absl::OkStatus();
+  number->scalar<int64_t>()() = ticket.number();
+  if (!begun) return absl::OkStatus();
   auto counts = variables.tensor(histogram)->matrix<int64_t>();
   const int64_t last = counts.dimension(1) - 1;
   for (const int64_t bucket : gate->TakeAbortedBuckets()) {
     int64_t& count = counts(0, std::min(bucket, last));
     count = SaturatedSum(count, -1);
   }
-  its.bucket = std::clamp<int64_t>(stale, 0, last);
-  int64_t& count = counts(admitted ? 0 : 1, its.bucket);
+  const int64_t bucket = std::clamp<int64_t>(stale, 0, last);
+  ticket.set_bucket(bucket);
+  int64_t& count = counts(admitted ? 0 : 1, bucket);
   count = SaturatedSum(count, 1);
-  if (admitted) {
-    resource->ticket.Admit(gate, its);
-  } else {
-    variables.tensor(counter)->scalar<float>()() += 1;
-  }
+  if (!admitted) variables.tensor(counter)->scalar<float>()() += 1;
   return absl::OkStatus();
 }
 
 absl::Status BeginUpdate(OpKernelContext* ctx, Variables::LookupCache* cache) {
-  Gate::Number its;
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "token", &its.token));
+  int64_t token;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "token", &token));
   Variables variables(ctx, cache);
   int step;
   TF_RETURN_IF_ERROR(variables.Find("step", Variables::Access::kRead, &step));
   std::shared_ptr<Gate> gate;
   TF_RETURN_IF_ERROR(FindGate(ctx, variables, step, &gate));
-  Try update(gate.get(), &its);
+  TicketResource* resource;
+  TF_RETURN_IF_ERROR(MakeOwner(ctx, "ticket", &resource));
+  Ticket& ticket = resource->ticket;
+  const bool begun = ticket.Begin(std::move(gate), token);
   TF_RETURN_IF_ERROR(variables.Lock());
   TF_RETURN_IF_ERROR(CheckStep(variables, step));
   const Tensor& value = *variables.tensor(step);
   Tensor *accept, *number;
   TF_RETURN_IF_ERROR(ctx->allocate_output("accept", {}, &accept));
   TF_RETURN_IF_ERROR(ctx->allocate_output("number", {}, &number));
-  TicketResource* resource;
-  TF_RETURN_IF_ERROR(MakeOwner(ctx, "ticket", &resource));
 
   // Nothing below can fail.
-  if (update.begun()) {
+  if (begun) {
     int64_t staleness;
-    update.Admit(ReadStep(value), /*recorded=*/0,
+    ticket.Admit(ReadStep(value), /*recorded=*/0,
                  /*limit=*/std::numeric_limits<int64_t>::max(), &staleness);
-    resource->ticket.Admit(gate, its);
   }
-  accept->scalar<bool>()() = update.begun();
-  number->scalar<int64_t>()() = its.value;
+  accept->scalar<bool>()() = begun;
+  number->scalar<int64_t>()() = ticket.number();
   return absl::OkStatus();
 }
 
@@ -200,7 +188,9 @@ class StalenessCompleteOp : public OpKernel {
                 absl::FailedPreconditionError(
                     "ticket must be completed once, got one whose update is "
                     "complete already"));
-    if (increment_ && counts) IncrementStep(variables.tensor(step));
+    if (increment_ && counts) {
+      IncrementOf(variables.dtype(step))(variables.tensor(step));
+    }
   }
 
  private:
@@ -208,11 +198,9 @@ class StalenessCompleteOp : public OpKernel {
   bool increment_;
 };
 
-#define WRAPOPT_REGISTER(op, Kernel)                                          \
-  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op).Device(tensorflow::DEVICE_CPU), \
-                          Kernel);                                            \
-  REGISTER_KERNEL_BUILDER(                                                    \
-      Name("Wrapopt>" op "Ref").Device(tensorflow::DEVICE_CPU), Kernel)
+#define WRAPOPT_REGISTER(op, Kernel) \
+  WRAPOPT_REGISTER_CPU(op, Kernel);  \
+  WRAPOPT_REGISTER_CPU(op "Ref", Kernel)
 
 WRAPOPT_REGISTER("StalenessRecord", FunctionKernel<StalenessRecord>);
 WRAPOPT_REGISTER("StalenessGate", FunctionKernel<StalenessGate>);

@@ -7,14 +7,14 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/kernels/companions.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/of_variable.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/protocols/step_lock.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/refcount.h"
 
 namespace wrapopt {
@@ -94,7 +94,7 @@ class LockStepsOp : public AsyncOpKernel {
     TF_RETURN_IF_ERROR(
         variables.Find("variable", Variables::Access::kRead, &variable));
     std::shared_ptr<StepLock> lock;
-    TF_RETURN_IF_ERROR(FindOfVariable(ctx, variables, variable,
+    TF_RETURN_IF_ERROR(FindCompanion(ctx, variables, variable,
                                       absl::StrCat("step lock ", of_), &lock));
     TF_RETURN_IF_ERROR(MakeOwner(ctx, "lock", held));
     (*held)->lock = std::move(lock);
@@ -121,10 +121,8 @@ class UnlockStepsOp : public OpKernel {
   bool IsExpensive() override { return false; }
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>LockSteps").Device(tensorflow::DEVICE_CPU), LockStepsOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>UnlockSteps").Device(tensorflow::DEVICE_CPU), UnlockStepsOp);
+WRAPOPT_REGISTER_CPU("LockSteps", LockStepsOp);
+WRAPOPT_REGISTER_CPU("UnlockSteps", UnlockStepsOp);
 
 }  // namespace
 }  // namespace wrapopt

@@ -4,12 +4,14 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/kernels/gpu.h"
 #include "tensorflow/core/framework/node_def_util.h"
+#include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/errors.h"
 
@@ -18,6 +20,33 @@ namespace wrapopt {
 using tensorflow::OpKernel;
 using tensorflow::Tensor;
 using tensorflow::Var;
+
+namespace {
+
+template <class T>
+void Increment(Tensor* count) {
+  T& x = count->scalar<T>()();
+  if constexpr (std::is_integral_v<T>) {
+    // It wraps around on overflow, as in TensorFlow.
+    x = static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) + 1u);
+  } else {
+    x = x + T(1);
+  }
+}
+
+}  // namespace
+
+void (*IncrementOf(tensorflow::DataType dtype))(Tensor*) {
+  switch (dtype) {
+#define WRAPOPT_CASE(T)                      \
+  case tensorflow::DataTypeToEnum<T>::value: \
+    return Increment<T>;
+    TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
+#undef WRAPOPT_CASE
+    default:
+      return nullptr;
+  }
+}
 
 Variables::~Variables() {
   Unlock();

@@ -221,6 +221,10 @@ class Variables final : public CheckedVariables {
   std::vector<int> locked_;  // In the order of locking.
 };
 
+// A function that adds 1 to a scalar; nullptr if its dtype is not of real
+// numbers.
+void (*IncrementOf(tensorflow::DataType dtype))(tensorflow::Tensor*);
+
 }  // namespace wrapopt
 
 #endif  // WRAPOPT_CC_KERNELS_VARIABLES_H_

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
-#include "cc/engine/old_glibc.h"
+#include "cc/old_glibc.h"
 #include "cc/rules/catch_up.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

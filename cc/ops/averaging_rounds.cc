@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -93,30 +92,29 @@ absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count) {
 
 namespace {
 
-// Checks the inputs in their order: scalars, but for "place" and "known".
-// Outputs are scalars.
-absl::Status Check(InferenceContext* c,
-                   std::initializer_list<absl::string_view> names) {
-  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Scalar());
-  InferredInputs inputs(c);
-  for (const absl::string_view name : names) {
-    PartialTensorShape shape;
-    TF_RETURN_IF_ERROR(inputs.FindTensor(name.data(), &shape));
-    TF_RETURN_IF_ERROR(name == "place"   ? CheckPlace(shape)
-                       : name == "known" ? CheckKnown(shape)
-                                         : CheckScalar(name, shape));
-    const tensorflow::Tensor* const value = inputs.Constant();
-    if (name == "timeout_secs" && value != nullptr) {
-      TF_RETURN_IF_ERROR(CheckTimeout(value->scalar<double>()()));
+// A shape function that checks inputs in their order: scalars, but for "place"
+// and "known". Outputs are scalars, but for these `vectors`, such as `known`.
+tensorflow::OpShapeInferenceFn Takes(std::vector<const char*> names,
+                                     std::vector<int> vectors = {}) {
+  return [=](InferenceContext* c) -> absl::Status {
+    for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Scalar());
+    for (const int i : vectors) {
+      c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
     }
-  }
-  return absl::OkStatus();
-}
-
-// Sets the shape of the output `known`, or another vector.
-absl::Status SetVector(InferenceContext* c, int output) {
-  c->set_output(output, c->Vector(InferenceContext::kUnknownDim));
-  return absl::OkStatus();
+    InferredInputs inputs(c);
+    for (const absl::string_view name : names) {
+      PartialTensorShape shape;
+      TF_RETURN_IF_ERROR(inputs.FindTensor(name.data(), &shape));
+      TF_RETURN_IF_ERROR(name == "place"   ? CheckPlace(shape)
+                         : name == "known" ? CheckKnown(shape)
+                                           : CheckScalar(name, shape));
+      const tensorflow::Tensor* const value = inputs.Constant();
+      if (name == "timeout_secs" && value != nullptr) {
+        TF_RETURN_IF_ERROR(CheckTimeout(value->scalar<double>()()));
+      }
+    }
+    return absl::OkStatus();
+  };
 }
 
 absl::Status RoundsShape(InferenceContext* c) {
@@ -129,73 +127,21 @@ absl::Status RoundsShape(InferenceContext* c) {
   bool holds_center;
   TF_RETURN_IF_ERROR(c->GetAttr("travels", &travels));
   TF_RETURN_IF_ERROR(c->GetAttr("holds_center", &holds_center));
-  TF_RETURN_IF_ERROR(CheckTravels(travels, dtypes, holds_center));
-  return Check(c, {});
-}
-
-absl::Status JoinShape(InferenceContext* c) {
-  return Check(c, {"rounds", "worker", "process", "resumes"});
-}
-
-absl::Status EnterShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(Check(c, {"rounds", "worker", "process", "place",
-                               "most_turns", "turn_secs", "timeout_secs"}));
-  return SetVector(c, 1);
-}
-
-absl::Status StageShape(InferenceContext* c) {
-  return Check(c, {"rounds", "worker", "known", "weight", "count", "first"});
-}
-
-absl::Status ArriveShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(Check(c, {"rounds", "worker", "known"}));
-  return SetVector(c, 1);
-}
-
-absl::Status ReleaseShape(InferenceContext* c) {
-  return Check(c, {"rounds", "worker", "turn"});
-}
-
-absl::Status LeaveShape(InferenceContext* c) {
-  return Check(c, {"rounds", "worker", "process"});
-}
-
-absl::Status FollowShape(InferenceContext* c) {
-  return Check(c, {"rounds", "known"});
-}
-
-absl::Status CloseShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(Check(
-      c, {"rounds", "place", "min_workers", "timeout_secs", "grace_secs"}));
-  return SetVector(c, 0);
-}
-
-absl::Status ClockShape(InferenceContext* c) { return Check(c, {}); }
-
-absl::Status RaiseShape(InferenceContext* c) {
-  return Check(c, {"code", "message"});
-}
-
-absl::Status RestoreShape(InferenceContext* c) {
-  return Check(c, {"rounds", "worker", "from_generation", "place", "job"});
+  c->set_output(0, c->Scalar());
+  return CheckTravels(travels, dtypes, holds_center);
 }
 
 absl::Status StateShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(Check(c, {"rounds"}));
+  TF_RETURN_IF_ERROR(Takes({"rounds"}, {1, 3})(c));
   c->set_output(0, c->Vector(2));
   c->set_output(2, c->Vector(5));
-  TF_RETURN_IF_ERROR(SetVector(c, 3));
-  return SetVector(c, 1);
+  return absl::OkStatus();
 }
 
 absl::Status ListShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(Takes({}, {0, 1})(c));
   c->set_output(2, c->Matrix(InferenceContext::kUnknownDim, 5));
-  TF_RETURN_IF_ERROR(SetVector(c, 0));
-  return SetVector(c, 1);
-}
-
-absl::Status DropShape(InferenceContext* c) {
-  return Check(c, {"shared_name"});
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -279,7 +225,7 @@ REGISTER_OP("Wrapopt>AveragingJoin")
     .Input("resumes: bool")
     .Output("workers: int64")
     .SetIsStateful()
-    .SetShapeFn(JoinShape)
+    .SetShapeFn(Takes({"rounds", "worker", "process", "resumes"}))
     .Doc(R"doc(
 Makes a worker known by its name, at the server that leads.
 
@@ -305,7 +251,9 @@ REGISTER_OP("Wrapopt>AveragingEnter")
     .Output("turn: int64")
     .Output("known: string")
     .SetIsStateful()
-    .SetShapeFn(EnterShape)
+    .SetShapeFn(Takes({"rounds", "worker", "process", "place", "most_turns",
+                       "turn_secs", "timeout_secs"},
+                      {1}))
     .Doc(R"doc(
 Waits for a turn to send values to the open round, at the server that leads.
 
@@ -338,7 +286,8 @@ REGISTER_OP("Wrapopt>AveragingStage")
     .Output("accepted: bool")
     .Attr("T: list({" WRAPOPT_NUMBER_NAMES "uint8}) >= 0")
     .SetIsStateful()
-    .SetShapeFn(StageShape)
+    .SetShapeFn(
+        Takes({"rounds", "worker", "known", "weight", "count", "first"}))
     .Doc(R"doc(
 Sends some of a worker's values to a server.
 
@@ -374,7 +323,7 @@ REGISTER_OP("Wrapopt>AveragingArrive")
     .Output("accepted: bool")
     .Output("known_now: string")
     .SetIsStateful()
-    .SetShapeFn(ArriveShape)
+    .SetShapeFn(Takes({"rounds", "worker", "known"}, {1}))
     .Doc(R"doc(
 Makes a worker a member of the open round, at the server that leads.
 
@@ -394,7 +343,7 @@ REGISTER_OP("Wrapopt>AveragingRelease")
     .Input("turn: int64")
     .Output("was_alive: bool")
     .SetIsStateful()
-    .SetShapeFn(ReleaseShape)
+    .SetShapeFn(Takes({"rounds", "worker", "turn"}))
     .Doc(R"doc(
 Lets other workers read or send values, in place of one that has ended.
 
@@ -412,7 +361,7 @@ REGISTER_OP("Wrapopt>AveragingFollow")
     .Input("known: string")
     .Output("accepted: bool")
     .SetIsStateful()
-    .SetShapeFn(FollowShape)
+    .SetShapeFn(Takes({"rounds", "known"}))
     .Doc(R"doc(
 Tells a server that does not lead what the lead knows.
 
@@ -432,7 +381,9 @@ REGISTER_OP("Wrapopt>AveragingClose")
     .Input("grace_secs: double")
     .Output("known: string")
     .SetIsStateful()
-    .SetShapeFn(CloseShape)
+    .SetShapeFn(Takes({"rounds", "place", "min_workers", "timeout_secs",
+                       "grace_secs"},
+                      {0}))
     .Doc(R"doc(
 Waits until a round is closed, at the server that leads.
 
@@ -465,7 +416,7 @@ REGISTER_OP("Wrapopt>AveragingRestore")
     .Input("job: int64")
     .Output("restored: bool")
     .SetIsStateful()
-    .SetShapeFn(RestoreShape)
+    .SetShapeFn(Takes({"rounds", "worker", "from_generation", "place", "job"}))
     .Doc(R"doc(
 Begins a new generation of a server's rounds, with the center of a worker.
 
@@ -491,7 +442,7 @@ REGISTER_OP("Wrapopt>AveragingLeave")
     .Input("process: int64")
     .Output("has_left: bool")
     .SetIsStateful()
-    .SetShapeFn(LeaveShape)
+    .SetShapeFn(Takes({"rounds", "worker", "process"}))
     .Doc(R"doc(
 Tells that a worker takes part in rounds no more, at the server that leads.
 
@@ -552,7 +503,7 @@ REGISTER_OP("Wrapopt>AveragingDrop")
     .Input("shared_name: string")
     .Output("dropped: bool")
     .SetIsStateful()
-    .SetShapeFn(DropShape)
+    .SetShapeFn(Takes({"shared_name"}))
     .Doc(R"doc(
 Drops averaging rounds that Wrapopt>AveragingList lists, with their center.
 
@@ -566,7 +517,7 @@ dropped: False if there are no such rounds.
 REGISTER_OP("Wrapopt>AveragingClock")
     .Output("secs: double")
     .SetIsStateful()
-    .SetShapeFn(ClockShape)
+    .SetShapeFn(Takes({}))
     .Doc(R"doc(
 The time of a clock that nobody sets, for a worker's deadline in a round.
 
@@ -577,7 +528,7 @@ REGISTER_OP("Wrapopt>AveragingRaise")
     .Input("code: int32")
     .Input("message: string")
     .SetIsStateful()
-    .SetShapeFn(RaiseShape)
+    .SetShapeFn(Takes({"code", "message"}))
     .Doc(R"doc(
 Fails with the error of a round that ran in Python.
 

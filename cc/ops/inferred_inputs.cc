@@ -11,7 +11,7 @@ using tensorflow::DataType;
 using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::ShapeHandle;
 
-PartialTensorShape InferredInputs::Known(ShapeHandle shape) const {
+PartialTensorShape InferredInputs::ShapeOf(ShapeHandle shape) const {
   if (!c_->RankKnown(shape)) return PartialTensorShape();
   std::vector<int64_t> sizes;
   for (int d = 0; d < c_->Rank(shape); ++d) {
@@ -46,7 +46,7 @@ absl::Status InferredInputs::FindVariables(const char* list,
   *first = variables_.size();
   for (int i = 0; i < count; ++i, ++next_) {
     if (ref_) {
-      variables_.push_back({list, i, of_refs[i], Known(c_->input(next_))});
+      variables_.push_back({list, i, of_refs[i], ShapeOf(c_->input(next_))});
       continue;
     }
     const auto* variable = c_->input_handle_shapes_and_types(next_);
@@ -54,7 +54,7 @@ absl::Status InferredInputs::FindVariables(const char* list,
       variables_.push_back({list, i, tensorflow::DT_INVALID, {}});
     } else {
       variables_.push_back(
-          {list, i, (*variable)[0].dtype, Known((*variable)[0].shape)});
+          {list, i, (*variable)[0].dtype, ShapeOf((*variable)[0].shape)});
     }
   }
   return absl::OkStatus();
@@ -67,7 +67,7 @@ absl::Status InferredInputs::FindVariables(
   int64_t found = 0;
   for (int i = 0; i < inputs && found >= 0; ++i) {
     const int64_t handles =
-        ref_ ? 1 : Known(c_->input(next_ + i)).num_elements();
+        ref_ ? 1 : ShapeOf(c_->input(next_ + i)).num_elements();
     found = handles < 0 ? -1 : found + handles;
   }
   if (found >= 0) TF_RETURN_IF_ERROR(CheckCount(lists, found));
@@ -91,7 +91,7 @@ absl::Status InferredInputs::FindTensors(
   int count;
   TF_RETURN_IF_ERROR(Count(list, &count));
   for (int i = 0; i < count; ++i, ++next_) {
-    shapes->push_back(Known(c_->input(next_)));
+    shapes->push_back(ShapeOf(c_->input(next_)));
   }
   return absl::OkStatus();
 }

@@ -64,7 +64,7 @@ class InferredInputs final : public CheckedVariables {
     tensorflow::PartialTensorShape shape;
   };
 
-  tensorflow::PartialTensorShape Known(
+  tensorflow::PartialTensorShape ShapeOf(
       tensorflow::shape_inference::ShapeHandle shape) const;
   // The number of inputs of that name, which are the next.
   absl::Status Count(const char* name, int* count) const;

@@ -4,7 +4,7 @@
 
 #include <thread>  // NOLINT(build/c++11)
 
-#include "cc/engine/old_glibc.h"
+#include "cc/old_glibc.h"
 
 // The version before 2.34, which moved it to another library.
 WRAPOPT_OLD_GLIBC(pthread_condattr_setclock, "2.3.3");

@@ -58,6 +58,8 @@ inline int64_t SaturatedDifference(int64_t a, int64_t b) {
 // it completes an update and increments the step.
 class Gate {
  public:
+  static constexpr std::chrono::milliseconds kPatience{1000};
+
   Gate() {
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
@@ -70,13 +72,13 @@ class Gate {
   ~Gate() { pthread_cond_destroy(&ended_); }
 
   // An update, in the words of the gate.
-  struct Number {
-    int64_t value = -1;
+  struct Update {
+    int64_t number = -1;
     // Of the gate, which begins anew when others set the step.
     int64_t era = -1;
     // What all tries of the update have in common, or -1.
     int64_t token = -1;
-    int64_t attempt = 0;  // Which of them this is.
+    int64_t try_number = 0;  // Which of them this is.
     // Where a histogram counts it as admitted, or -1.
     int64_t bucket = -1;
   };
@@ -85,9 +87,8 @@ class Gate {
   // over. Waits for one that has begun. If that takes longer than `patience`,
   // its worker is gone and it will not end: it counts no more. A try is
   // followed by Admit() or GiveUp().
-  bool BeginTry(Number* number,
-                std::chrono::milliseconds patience = kPatience) {
-    if (number->token < 0) return true;
+  bool BeginTry(Update* update, std::chrono::milliseconds patience) {
+    if (update->token < 0) return true;
     std::unique_lock<std::mutex> lock(mu_);
     const int64_t nanoseconds =
         std::chrono::nanoseconds(patience).count();
@@ -96,18 +97,18 @@ class Gate {
     end.tv_nsec += nanoseconds % kSecond;
     end.tv_sec += nanoseconds / kSecond + end.tv_nsec / kSecond;
     end.tv_nsec %= kSecond;
-    while (tries_.count(number->token) > 0 &&
+    while (tries_.count(update->token) > 0 &&
            pthread_cond_timedwait(&ended_, mu_.native_handle(), &end) !=
                ETIMEDOUT) {
     }
-    if (over_.count(number->token) > 0) return false;
-    tries_[number->token] = number->attempt = ++attempts_;
+    if (over_.count(update->token) > 0) return false;
+    tries_[update->token] = update->try_number = ++last_try_;
     return true;
   }
 
-  void GiveUp(const Number& number) {
+  void GiveUp(const Update& update) {
     std::lock_guard<std::mutex> lock(mu_);
-    EndTry(number);
+    EndTry(update);
   }
 
   // The record at the value `step` of the step variable. Aborted updates may
@@ -119,11 +120,11 @@ class Gate {
   }
 
   // Returns whether the update is admitted, and then in flight with a number.
-  // The number is that of BeginTry().
+  // The update is that of BeginTry().
   // The numbers need an update to increment the step when it completes. If
   // something else increments it before, a number may be given twice.
   bool Admit(int64_t step, int64_t recorded, int64_t limit,
-             int64_t* staleness, Number* number) {
+             int64_t* staleness, Update* update) {
     std::lock_guard<std::mutex> lock(mu_);
     NoteStep(step);
     // Some updates in flight may have incremented the step already, and other
@@ -132,11 +133,11 @@ class Gate {
     admitted_ = std::clamp(admitted_, done, SaturatedSum(done, in_flight_));
     *staleness = SaturatedDifference(admitted_, recorded);
     if (limit < 0 || *staleness > limit) {
-      End(*number);
+      End(*update);
       return false;
     }
     admitted_ = SaturatedSum(admitted_, 1);
-    TakeNumber(number);
+    TakeNumber(update);
     ++in_flight_;
     return true;
   }
@@ -150,46 +151,45 @@ class Gate {
 
   // Returns whether the update counts: false if another try has taken its
   // place.
-  bool Complete(const Number& number) {
+  bool Complete(const Update& update) {
     std::lock_guard<std::mutex> lock(mu_);
-    if (number.token >= 0 && !IsTheTry(number)) {
-      Give(number);
+    if (update.token >= 0 && !IsTheTry(update)) {
+      TakeBack(update);
       return false;
     }
     --in_flight_;
-    End(number);
+    End(update);
     return true;
   }
 
-  void Abort(const Number& number) {
+  void Abort(const Update& update) {
     std::lock_guard<std::mutex> lock(mu_);
-    EndTry(number);
-    Give(number);
+    EndTry(update);
+    TakeBack(update);
   }
 
  private:
   // The tokens that are kept. A retry comes long before so many other updates.
   static constexpr size_t kTokens = 1 << 16;
-  static constexpr std::chrono::milliseconds kPatience{1000};
   static constexpr int64_t kSecond = 1000000000;  // In nanoseconds.
 
-  bool IsTheTry(const Number& number) const {
-    const auto found = tries_.find(number.token);
-    return found != tries_.end() && found->second == number.attempt;
+  bool IsTheTry(const Update& update) const {
+    const auto found = tries_.find(update.token);
+    return found != tries_.end() && found->second == update.try_number;
   }
 
   // Others may try the update.
-  void EndTry(const Number& number) {
-    if (number.token < 0 || !IsTheTry(number)) return;
-    tries_.erase(number.token);
+  void EndTry(const Update& update) {
+    if (update.token < 0 || !IsTheTry(update)) return;
+    tries_.erase(update.token);
     pthread_cond_broadcast(&ended_);
   }
 
   // No more tries of the update.
-  void End(const Number& number) {
-    if (number.token < 0) return;
-    tries_.erase(number.token);
-    if (over_.insert(number.token).second) order_.push_back(number.token);
+  void End(const Update& update) {
+    if (update.token < 0) return;
+    tries_.erase(update.token);
+    if (over_.insert(update.token).second) order_.push_back(update.token);
     if (order_.size() > kTokens) {
       over_.erase(order_.front());
       order_.pop_front();
@@ -197,11 +197,11 @@ class Gate {
     pthread_cond_broadcast(&ended_);
   }
 
-  // Takes the number of an update back, which may have changed weights.
-  void Give(const Number& number) {
-    if (number.era == era_) {
-      free_.insert(number.value);
-      if (number.bucket >= 0) aborted_buckets_.push_back(number.bucket);
+  // Takes back the number of an update, which may have changed weights.
+  void TakeBack(const Update& update) {
+    if (update.era == era_) {
+      free_.insert(update.number);
+      if (update.bucket >= 0) aborted_buckets_.push_back(update.bucket);
     }
     --in_flight_;
     ++aborted_;
@@ -221,13 +221,13 @@ class Gate {
     next_ = SaturatedSum(step, in_flight_);
   }
 
-  void TakeNumber(Number* number) {
-    number->era = era_;
+  void TakeNumber(Update* update) {
+    update->era = era_;
     if (!free_.empty()) {
-      number->value = free_.extract(free_.begin()).value();
+      update->number = free_.extract(free_.begin()).value();
       return;
     }
-    number->value = next_;
+    update->number = next_;
     next_ = SaturatedSum(next_, 1);
   }
 
@@ -241,43 +241,15 @@ class Gate {
   int64_t era_ = 0;
   // A try. Not std::condition_variable, which needs a glibc newer than 2.27.
   pthread_cond_t ended_;
-  std::unordered_map<int64_t, int64_t> tries_;  // {token: attempt} begun.
-  int64_t attempts_ = 0;
+  std::unordered_map<int64_t, int64_t> tries_;  // {token: its try} begun.
+  int64_t last_try_ = 0;
   std::vector<int64_t> aborted_buckets_;
   std::unordered_set<int64_t> over_;  // Tokens of updates that have ended.
   std::deque<int64_t> order_;  // The same, the oldest first.
 };
 
-// A try of an update, until the gate has admitted or dropped it.
-class Try {
- public:
-  Try(Gate* gate, Gate::Number* number)
-      : gate_(gate), number_(number), begun_(gate->BeginTry(number)) {}
-  Try(const Try&) = delete;
-  Try& operator=(const Try&) = delete;
-
-  ~Try() {
-    if (begun_ && !answered_) gate_->GiveUp(*number_);
-  }
-
-  // False if another try is over.
-  bool begun() const { return begun_; }
-
-  // As Gate::Admit().
-  bool Admit(int64_t step, int64_t recorded, int64_t limit,
-             int64_t* staleness) {
-    answered_ = true;
-    return gate_->Admit(step, recorded, limit, staleness, number_);
-  }
-
- private:
-  Gate* const gate_;
-  Gate::Number* const number_;
-  const bool begun_;
-  bool answered_ = false;
-};
-
-// The right to one update, and whether it was granted.
+// The right to one update. First it is a try, until the gate admits or refuses
+// it. Others know it when it is admitted.
 class Ticket {
  public:
   Ticket() = default;
@@ -285,17 +257,37 @@ class Ticket {
   Ticket& operator=(const Ticket&) = delete;
 
   ~Ticket() {
-    if (state_ == State::kInFlight) gate_->Abort(number_);
+    if (state_ == State::kBegun) gate_->GiveUp(update_);
+    if (state_ == State::kInFlight) gate_->Abort(update_);
   }
 
-  // The gate has admitted the update. Comes before all calls of others.
-  void Admit(std::shared_ptr<Gate> gate, const Gate::Number& number) {
+  // As Gate::BeginTry().
+  bool Begin(std::shared_ptr<Gate> gate, int64_t token,
+             std::chrono::milliseconds patience = Gate::kPatience) {
+    update_.token = token;
+    if (!gate->BeginTry(&update_, patience)) return false;
     gate_ = std::move(gate);
-    number_ = number;
-    state_ = State::kInFlight;
+    state_ = State::kBegun;
+    return true;
   }
 
-  // Null if the update is not admitted.
+  // As Gate::Admit(), after Begin().
+  bool Admit(int64_t step, int64_t recorded, int64_t limit,
+             int64_t* staleness) {
+    state_ = State::kRefused;
+    if (gate_->Admit(step, recorded, limit, staleness, &update_)) {
+      state_ = State::kInFlight;
+      return true;
+    }
+    gate_ = nullptr;
+    return false;
+  }
+
+  // -1 if the update was not admitted.
+  int64_t number() const { return update_.number; }
+  void set_bucket(int64_t bucket) { update_.bucket = bucket; }
+
+  // Null if the update was not admitted.
   const Gate* gate() const { return gate_.get(); }
 
   // Returns whether this call completed the update; false if an earlier one
@@ -304,16 +296,16 @@ class Ticket {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ != State::kInFlight) return false;
     state_ = State::kComplete;
-    *counts = gate_->Complete(number_);
+    *counts = gate_->Complete(update_);
     return true;
   }
 
  private:
-  enum class State { kRefused, kInFlight, kComplete };
+  enum class State { kRefused, kBegun, kInFlight, kComplete };
 
   std::mutex mu_;  // Guards state_ once others know the ticket.
   std::shared_ptr<Gate> gate_;
-  Gate::Number number_;
+  Gate::Update update_;
   State state_ = State::kRefused;
 };
 

@@ -46,6 +46,7 @@
 #include "cc/protocols/deadline_timer.h"
 #include "cc/protocols/round_waits.h"
 #include "cc/protocols/rounds_status.h"
+#include "cc/protocols/workers.h"
 
 namespace wrapopt {
 
@@ -106,7 +107,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   Known known() {
     std::lock_guard<std::mutex> lock(mu_);
-    return Now();
+    return KnownNow();
   }
 
   // Rounds wait for this worker from now on.
@@ -135,9 +136,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
           Text("worker ", InQuotes(worker), " of ", subject_, " is another ",
                "process already, and round ", open_, " is open", kNewJob));
     }
-    const RoundsStatus known = Know(worker, process);
+    const RoundsStatus status = NoteProcess(worker, process);
     *workers = processes_.size() - processes_.num_left();
-    return known;
+    return status;
   }
 
   // Rounds do not wait for a worker from now on, until another process of it
@@ -223,7 +224,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       Admit(worker);
       EndTurn(told.turn, &after);
     }
-    *known = Recently();
+    *known = KnownOfNewest();
     return accepted;
   }
 
@@ -352,17 +353,17 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // being written.
   bool is_stopped() const { return open_ < 0 && generation_ > 0; }
 
-  Known Now() const {
+  Known KnownNow() const {
     return {place(), closed_, -1, turns_, Workers(), WithoutValues()};
   }
   // With the newest members only: servers are told often, and of all members
   // when the round ends.
-  Known Recently() const {
+  Known KnownOfNewest() const {
     return {place(), closed_, -1, turns_, newest_, {}};
   }
 
   // The members of a round that is closed.
-  Known Closed(const Place& place) const {
+  Known KnownAtEnd(const Place& place) const {
     Known known{place, true};
     known.workers = Workers();
     known.without_values = WithoutValues();
@@ -398,7 +399,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   void Open(int64_t round, Deferred* after) {
-    ended_ = Closed({round - 1, generation_});
+    ended_ = KnownAtEnd({round - 1, generation_});
     open_ = round;
     closed_ = false;
     after->all_dropped.swap(members_);
@@ -417,11 +418,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       if (!wait.worker.empty()) expected_.Add(wait.worker);
       return RoundsStatus();
     }
-    const RoundsStatus known = Know(wait.worker, wait.process);
-    if (!known.ok()) return known;
+    const RoundsStatus status = NoteProcess(wait.worker, wait.process);
+    if (!status.ok()) return status;
     expected_.Add(wait.worker);
     ForgetTurns(wait.worker, after);
-    return known;
+    return status;
   }
 
   // Ends the turn of a worker that enters again, and its wait for one. A worker
@@ -432,7 +433,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       RoundWait& wait = here->second;
       if (!wait.is_for_turn() || wait.worker != worker) continue;
       // It waits for a turn of the open round.
-      after->Add(std::move(wait), {RoundsStatus(), Recently()});
+      after->Add(std::move(wait), {RoundsStatus(), KnownOfNewest()});
       waits_.erase(here);
     }
     for (auto i = ends_.begin(); i != ends_.end();) {
@@ -458,7 +459,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
                        self->TimeOutTurn(turn);
                      })};
     }
-    *known = Recently();
+    *known = KnownOfNewest();
     known->place = wait.place;
     if (wanted) known->turn = last_turn_;
     return true;
@@ -568,7 +569,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
           // Only of the last round that ended, the members are known.
           if (wait.place == ended_.place) answer.known = ended_;
         } else if (closed_) {
-          answer.known = Closed(wait.place);
+          answer.known = KnownAtEnd(wait.place);
         } else {
           continue;
         }
@@ -626,7 +627,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   // Notes that a process uses a worker's name.
-  RoundsStatus Know(const std::string& worker, int64_t process) {
+  RoundsStatus NoteProcess(const std::string& worker, int64_t process) {
     if (processes_.IsFull(worker, num_workers_)) {
       return TooMany(worker, kUniqueName);
     }

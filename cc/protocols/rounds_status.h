@@ -8,15 +8,15 @@
 
 namespace wrapopt {
 
-// Success, or an error with the code of the same name in TensorFlow.
+// Success, or an error with the code of the same name and number in TensorFlow.
 struct RoundsStatus {
   enum class Code {
-    kOk,
-    kAborted,
-    kCancelled,
-    kDeadlineExceeded,
-    kFailedPrecondition,
-    kInvalidArgument,
+    kOk = 0,
+    kCancelled = 1,
+    kInvalidArgument = 3,
+    kDeadlineExceeded = 4,
+    kFailedPrecondition = 9,
+    kAborted = 10,
   };
 
   static RoundsStatus Aborted(std::string message) {

@@ -47,7 +47,7 @@ class ApplyXlaOp : public XlaOpKernel {
   void Compile(XlaOpKernelContext* ctx) override {
     OP_REQUIRES_OK(ctx, CheckScalar("accept", ctx->InputShape("accept")));
     In in;
-    if (const std::optional<Tensor> known = Known(ctx, "accept")) {
+    if (const std::optional<Tensor> known = Constant(ctx, "accept")) {
       if (!known->scalar<bool>()()) return;
     } else {
       in.accept = ctx->Input("accept");
@@ -87,7 +87,7 @@ class ApplyXlaOp : public XlaOpKernel {
 
   absl::Status ReadScalars(XlaOpKernelContext* ctx, In* in) const {
     TF_RETURN_IF_ERROR(contract_.CheckScalars(ctx->InputShape("scalars")));
-    const std::optional<Tensor> known = Known(ctx, "scalars");
+    const std::optional<Tensor> known = Constant(ctx, "scalars");
     for (int c = 0; c < contract_.scalars(); ++c) {
       in->scalars.push_back(
           known ? Scalar(ctx, compute_, known->vec<double>()(c))

@@ -27,10 +27,11 @@ class XlaAverages : public ShadowContract {
   absl::Status ReadDecays(tensorflow::XlaOpKernelContext* ctx,
                           std::vector<xla::XlaOp>* rates) const {
     const xla::PrimitiveType type = ComputeType(XlaType(shadow_dtype()));
-    if (const std::optional<tensorflow::Tensor> decays = Known(ctx, "decays")) {
-      std::vector<double> known;
-      TF_RETURN_IF_ERROR(ToRates(*decays, &known));
-      for (const double rate : known) {
+    if (const std::optional<tensorflow::Tensor> known =
+            Constant(ctx, "decays")) {
+      std::vector<double> constants;
+      TF_RETURN_IF_ERROR(ToRates(*known, &constants));
+      for (const double rate : constants) {
         rates->push_back(Scalar(ctx, type, rate));
       }
       return absl::OkStatus();
@@ -48,7 +49,7 @@ class XlaAverages : public ShadowContract {
   // The input "decays" as logarithms, in double.
   absl::Status ReadLogs(tensorflow::XlaOpKernelContext* ctx,
                         std::vector<xla::XlaOp>* logs) const {
-    const std::optional<tensorflow::Tensor> known = Known(ctx, "decays");
+    const std::optional<tensorflow::Tensor> known = Constant(ctx, "decays");
     for (int k = 0; k < per_value(); ++k) {
       if (known) {
         logs->push_back(Scalar(ctx, xla::F64, LogOf(known->vec<double>()(k))));

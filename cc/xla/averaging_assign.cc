@@ -85,7 +85,7 @@ class AveragingAssignXlaOp : public XlaOpKernel {
  private:
   absl::Status ReadRate(XlaOpKernelContext* ctx, XlaOp* rate) const {
     TF_RETURN_IF_ERROR(CheckScalar("rate", ctx->InputShape("rate")));
-    if (const std::optional<Tensor> known = Known(ctx, "rate")) {
+    if (const std::optional<Tensor> known = Constant(ctx, "rate")) {
       const double value = known->scalar<double>()();
       *rate = Scalar(ctx, sum_, value);
       return contract_.CheckRate(value);
@@ -96,7 +96,7 @@ class AveragingAssignXlaOp : public XlaOpKernel {
 
   absl::Status ReadWeights(XlaOpKernelContext* ctx,
                            std::vector<XlaOp>* weights) const {
-    const std::optional<Tensor> known = Known(ctx, "weights");
+    const std::optional<Tensor> known = Constant(ctx, "weights");
     TF_RETURN_IF_ERROR(contract_.CheckWeights(ctx->InputShape("weights"),
                                               known ? &*known : nullptr));
     for (int s = 0; s < contract_.sources() + contract_.tensors(); ++s) {

@@ -22,35 +22,35 @@ using xla::XlaBuilder;
 using xla::XlaOp;
 
 // A rule's number type: the operation that computes the number.
-struct Number {
+struct Term {
   XlaOp op;
 };
 
-Number operator+(const Number& a, const Number& b) { return {a.op + b.op}; }
-Number operator-(const Number& a, const Number& b) { return {a.op - b.op}; }
-Number operator*(const Number& a, const Number& b) { return {a.op * b.op}; }
-Number operator/(const Number& a, const Number& b) { return {a.op / b.op}; }
+Term operator+(const Term& a, const Term& b) { return {a.op + b.op}; }
+Term operator-(const Term& a, const Term& b) { return {a.op - b.op}; }
+Term operator*(const Term& a, const Term& b) { return {a.op * b.op}; }
+Term operator/(const Term& a, const Term& b) { return {a.op / b.op}; }
 
 // The functions of cc/rules/maths.h.
 
-Number ScalarLike(const Number& like, double x) {
+Term ScalarLike(const Term& like, double x) {
   return {xla::ScalarLike(like.op, x)};
 }
-Number Sqrt(const Number& x) { return {xla::Sqrt(x.op)}; }
-Number Eq(const Number& a, const Number& b) { return {xla::Eq(a.op, b.op)}; }
-Number Gt(const Number& a, const Number& b) { return {xla::Gt(a.op, b.op)}; }
-Number Select(const Number& which, const Number& yes, const Number& no) {
+Term Sqrt(const Term& x) { return {xla::Sqrt(x.op)}; }
+Term Eq(const Term& a, const Term& b) { return {xla::Eq(a.op, b.op)}; }
+Term Gt(const Term& a, const Term& b) { return {xla::Gt(a.op, b.op)}; }
+Term Select(const Term& which, const Term& yes, const Term& no) {
   return {xla::Select(which.op, yes.op, no.op)};
 }
 // Not XLA's, whose result is NaN if either operand is.
-Number Max(const Number& a, const Number& b) { return Select(Gt(a, b), a, b); }
-Number OneMinusExp(const Number& x) { return {-xla::Expm1(x.op)}; }
+Term Max(const Term& a, const Term& b) { return Select(Gt(a, b), a, b); }
+Term OneMinusExp(const Term& x) { return {-xla::Expm1(x.op)}; }
 
 // The parts of log decays, which have the layout of LazyAverage.
-Number OfRows(XlaOp log_decays, int64_t rows) {
+Term OfRows(XlaOp log_decays, int64_t rows) {
   return {xla::SliceInDim(log_decays, 0, rows, 1, 0)};
 }
-Number OfAllSteps(XlaOp log_decays, int64_t rows) {
+Term OfAllSteps(XlaOp log_decays, int64_t rows) {
   return {
       xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {})};
 }
@@ -83,8 +83,8 @@ template <class R, size_t... s, size_t... i, size_t... c>
 void StepOf(absl::Span<XlaOp> states, absl::Span<const XlaOp> inputs,
             absl::Span<const XlaOp> scalars, std::index_sequence<s...>,
             std::index_sequence<i...>, std::index_sequence<c...>) {
-  Number x[] = {{states[s]}...};
-  R::Step(x[s]..., Number{inputs[i]}..., Number{scalars[c]}...);
+  Term x[] = {{states[s]}...};
+  R::Step(x[s]..., Term{inputs[i]}..., Term{scalars[c]}...);
   ((states[s] = x[s].op), ...);
 }
 
@@ -317,7 +317,7 @@ XlaOp CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage, XlaOp value,
                XlaOp log_decays) {
   const xla::Shape shape = shadow.builder()->GetShape(shadow).value();
   const int64_t rows = shape.dimensions(0);
-  const Number lags =
+  const Term lags =
       CatchUp::Lag(OfAllSteps(log_decays, rows), OfRows(log_decays, rows));
   const XlaOp rates = xla::BroadcastInDim(
       xla::ConvertElementType(CatchUp::Rate(lags).op,

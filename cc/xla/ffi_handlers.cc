@@ -250,8 +250,8 @@ absl::Status Sort(const Threads& threads,
   return absl::OkStatus();
 }
 
-// The operands that Apply and SparseApply share.
-struct Step {
+// The operands of a step that Apply and SparseApply share.
+struct StepOperands {
   const RuleInfo* rule = nullptr;
   Isa isa = Isa::kBaseline;
   bool accept = false;
@@ -284,7 +284,7 @@ struct Step {
 
 absl::Status Apply(const Threads& threads, Operands* operands,
                    std::string_view rule_name) {
-  Step step;
+  StepOperands step;
   TF_RETURN_IF_ERROR(step.Take(rule_name, operands));
   if (!step.accept) return absl::OkStatus();
   step.n = operands->left() /
@@ -317,7 +317,7 @@ absl::Status Apply(const Threads& threads, Operands* operands,
 
 absl::Status SparseApply(const Threads& threads, Operands* operands,
                          std::string_view rule_name, std::string_view names) {
-  Step step;
+  StepOperands step;
   TF_RETURN_IF_ERROR(step.Take(rule_name, operands));
   if (!step.accept) return absl::OkStatus();
   const absl::Span<const int64_t> counts = operands->Counts();

@@ -30,7 +30,7 @@ xla::PrimitiveType XlaType(tensorflow::DataType dtype) {
   return type;
 }
 
-std::optional<Tensor> Known(XlaOpKernelContext* ctx, const char* name) {
+std::optional<Tensor> Constant(XlaOpKernelContext* ctx, const char* name) {
   return ctx->InputExpression(name).constant_value();
 }
 

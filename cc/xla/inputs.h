@@ -27,8 +27,8 @@ namespace wrapopt {
 xla::PrimitiveType XlaType(tensorflow::DataType dtype);
 
 // The value of an input that is known when the computation is built.
-std::optional<tensorflow::Tensor> Known(tensorflow::XlaOpKernelContext* ctx,
-                                        const char* name);
+std::optional<tensorflow::Tensor> Constant(tensorflow::XlaOpKernelContext* ctx,
+                                           const char* name);
 
 xla::XlaOp Scalar(tensorflow::XlaOpKernelContext* ctx, xla::PrimitiveType type,
                   double value);

@@ -9,17 +9,13 @@ import tensorflow as tf
 
 import averages
 import numerics
+import replicas  # pylint: disable=unused-import
 import wrapopt
 from wrapopt import checkpoints
-from wrapopt._averages import _bias_corrected
-from wrapopt.keras import _first_step
+from wrapopt._averages import _bias_correction
 from wrapopt._averages import _decays
+from wrapopt.keras._averages import _first_step
 import wrapopt.keras as wk
-
-# For MirroredStrategy: before anything runs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 K = keras.optimizers
 v1 = tf.compat.v1
@@ -476,10 +472,10 @@ def test_mirrored():
 
 def test_swap_computes_all_averages_at_once(monkeypatch):
   computed, steps = [], []
-  of, steps_now = (_bias_corrected.BiasCorrected._of,
+  of, steps_now = (_bias_correction.BiasCorrected._of,
                    _first_step.FirstStep.steps_now)
   monkeypatch.setattr(
-      _bias_corrected.BiasCorrected, "_of",
+      _bias_correction.BiasCorrected, "_of",
       lambda self, *args: computed.append(1) or of(self, *args))
   monkeypatch.setattr(
       _first_step.FirstStep, "steps_now",

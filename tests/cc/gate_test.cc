@@ -21,28 +21,42 @@ namespace {
 constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
+// Whether the gate admits an update, whose ticket is new.
+bool Admit(const std::shared_ptr<Gate>& gate, int64_t step, int64_t recorded,
+           int64_t limit, int64_t* staleness, Ticket* ticket) {
+  return ticket->Begin(gate, /*token=*/-1) &&
+         ticket->Admit(step, recorded, limit, staleness);
+}
+
+// The number of an update that the gate must admit.
+int64_t Number(const std::shared_ptr<Gate>& gate, int64_t step,
+               Ticket* ticket) {
+  int64_t staleness;
+  EXPECT_TRUE(Admit(gate, step, 0, kMost, &staleness, ticket));
+  return ticket->number();
+}
+
 // Two workers with a limit of 1, of which the slower one records first.
 TEST(Gate, ATrajectory) {
   const auto gate = std::make_shared<Gate>();
   int64_t step = 10, in_flight, staleness;
-  Gate::Number number;
+  Ticket last;
   bool counts;
   const int64_t slow = gate->Record(step, &in_flight);
   EXPECT_EQ(slow, 10);
   EXPECT_EQ(in_flight, 0);
   {
     Ticket first, second, third;
-    EXPECT_TRUE(gate->Admit(step, slow, 1, &staleness, &number));
+    EXPECT_TRUE(Admit(gate, step, slow, 1, &staleness, &first));
     EXPECT_EQ(staleness, 0);
-    EXPECT_EQ(number.value, 10);
-    first.Admit(gate, number);
+    EXPECT_EQ(first.number(), 10);
     // The weights may miss the first, which is in flight.
-    EXPECT_TRUE(gate->Admit(step, slow, 1, &staleness, &number));
+    EXPECT_TRUE(Admit(gate, step, slow, 1, &staleness, &second));
     EXPECT_EQ(staleness, 1);
-    EXPECT_EQ(number.value, 11);
-    second.Admit(gate, number);
-    EXPECT_FALSE(gate->Admit(step, slow, 1, &staleness, &number));
+    EXPECT_EQ(second.number(), 11);
+    EXPECT_FALSE(Admit(gate, step, slow, 1, &staleness, &third));
     EXPECT_EQ(staleness, 2);
+    EXPECT_EQ(third.number(), -1);
     EXPECT_EQ(third.gate(), nullptr);
     EXPECT_FALSE(third.Complete(&counts));
     EXPECT_TRUE(first.Complete(&counts));
@@ -54,62 +68,45 @@ TEST(Gate, ATrajectory) {
   // The second was aborted: it counts, but the step does not have it.
   EXPECT_EQ(gate->Record(step, &in_flight), 12);
   EXPECT_EQ(in_flight, 0);
-  EXPECT_TRUE(gate->Admit(step, 12, 0, &staleness, &number));
+  EXPECT_TRUE(Admit(gate, step, 12, 0, &staleness, &last));
   EXPECT_EQ(staleness, 0);
   // Its number is free again.
-  EXPECT_EQ(number.value, 11);
+  EXPECT_EQ(last.number(), 11);
 }
 
 TEST(Gate, TheNumberOfALostUpdateAndNotThatOfOneInFlight) {
   const auto gate = std::make_shared<Gate>();
-  const auto number = [&](Ticket* ticket) {
-    int64_t staleness;
-    Gate::Number number;
-    EXPECT_TRUE(gate->Admit(0, 0, kMost, &staleness, &number));
-    ticket->Admit(gate, number);
-    return number.value;
-  };
   Ticket kept, next, last;
   {
     Ticket lost;
-    EXPECT_EQ(number(&lost), 0);
-    EXPECT_EQ(number(&kept), 1);
+    EXPECT_EQ(Number(gate, 0, &lost), 0);
+    EXPECT_EQ(Number(gate, 0, &kept), 1);
   }
-  EXPECT_EQ(number(&next), 0);
-  EXPECT_EQ(number(&last), 2);
+  EXPECT_EQ(Number(gate, 0, &next), 0);
+  EXPECT_EQ(Number(gate, 0, &last), 2);
 }
 
 TEST(Gate, NumbersAfterTheStepWasSet) {
   const auto gate = std::make_shared<Gate>();
-  int64_t staleness;
-  const auto number = [&](int64_t step, Ticket* ticket) {
-    Gate::Number number;
-    EXPECT_TRUE(gate->Admit(step, 0, kMost, &staleness, &number));
-    ticket->Admit(gate, number);
-    return number.value;
-  };
   Ticket kept, later;
   {
     Ticket lost;
-    EXPECT_EQ(number(7, &kept), 7);
-    EXPECT_EQ(number(7, &lost), 8);
+    EXPECT_EQ(Number(gate, 7, &kept), 7);
+    EXPECT_EQ(Number(gate, 7, &lost), 8);
     // A restore, while two are in flight: they will count from there.
-    EXPECT_EQ(number(100, &later), 102);
+    EXPECT_EQ(Number(gate, 100, &later), 102);
   }
   // The number of the lost one is of before.
   Ticket last;
-  EXPECT_EQ(number(100, &last), 102);
+  EXPECT_EQ(Number(gate, 100, &last), 102);
 }
 
 TEST(Gate, TakesBackNoCountsOfBeforeTheStepWasSet) {
   const auto gate = std::make_shared<Gate>();
-  int64_t staleness;
   const auto abort = [&](int64_t step, int64_t bucket) {
-    Gate::Number number;
-    EXPECT_TRUE(gate->Admit(step, 0, kMost, &staleness, &number));
-    number.bucket = bucket;
     Ticket ticket;
-    ticket.Admit(gate, number);
+    Number(gate, step, &ticket);
+    ticket.set_bucket(bucket);
   };
   abort(7, 3);
   abort(7, 4);
@@ -121,12 +118,12 @@ TEST(Gate, TakesBackNoCountsOfBeforeTheStepWasSet) {
 }
 
 TEST(Gate, ANegativeLimitAdmitsNothing) {
-  Gate gate;
-  Gate::Number number;
+  Ticket ticket;
   int64_t staleness;
-  EXPECT_FALSE(gate.Admit(3, 5, -1, &staleness, &number));
+  EXPECT_FALSE(
+      Admit(std::make_shared<Gate>(), 3, 5, -1, &staleness, &ticket));
   EXPECT_EQ(staleness, -2);
-  EXPECT_EQ(number.value, -1);
+  EXPECT_EQ(ticket.number(), -1);
 }
 
 // An op may set the step to any number, and a worker may record any.
@@ -137,11 +134,8 @@ TEST(Gate, TheEndsOfInt64) {
       const auto gate = std::make_shared<Gate>();
       for (int update = 0; update < 3; ++update) {
         int64_t staleness, in_flight;
-        Gate::Number number;
         Ticket ticket;
-        if (gate->Admit(step, recorded, kMost, &staleness, &number)) {
-          ticket.Admit(gate, number);
-        }
+        Admit(gate, step, recorded, kMost, &staleness, &ticket);
         gate->Record(step, &in_flight);
         EXPECT_EQ(in_flight, 1);
       }
@@ -172,7 +166,6 @@ TEST(Gate, RacingWorkers) {
     Counts& count = counts[worker];
     for (int i = 0; i < kUpdates; ++i) {
       int64_t recorded, in_flight, staleness;
-      Gate::Number number;
       {
         const std::shared_lock<std::shared_mutex> lock(mu);
         recorded = gate->Record(step, &in_flight);
@@ -185,13 +178,12 @@ TEST(Gate, RacingWorkers) {
       Ticket ticket;
       {
         const std::shared_lock<std::shared_mutex> lock(mu);
-        if (!gate->Admit(step, recorded, kLimit, &staleness, &number)) {
+        if (!Admit(gate, step, recorded, kLimit, &staleness, &ticket)) {
           EXPECT_GT(staleness, kLimit);
           ++count.refused;
           continue;
         }
       }
-      ticket.Admit(gate, number);
       EXPECT_GE(staleness, 0);
       EXPECT_LE(staleness, kLimit);
       // So many updates were admitted before this one.
@@ -210,7 +202,7 @@ TEST(Gate, RacingWorkers) {
       EXPECT_TRUE(counted);
       ++step;
       ++count.completed;
-      count.numbers.push_back(number.value);
+      count.numbers.push_back(ticket.number());
     }
   });
   Counts all;
@@ -237,11 +229,7 @@ TEST(Gate, RacingWorkers) {
   EXPECT_LT(all.numbers.back(), step + kWorkers);
   Ticket next[kWorkers];
   for (Ticket& ticket : next) {
-    Gate::Number number;
-    int64_t staleness;
-    ASSERT_TRUE(gate->Admit(step, 0, kMost, &staleness, &number));
-    ticket.Admit(gate, number);
-    all.numbers.push_back(number.value);
+    all.numbers.push_back(Number(gate, step, &ticket));
   }
   std::sort(all.numbers.begin(), all.numbers.end());
   for (int64_t i = 0; i < step + kWorkers; ++i) ASSERT_EQ(all.numbers[i], i);
@@ -257,21 +245,12 @@ TEST(Gate, AnUpdateThatIsTriedAgain) {
   const auto gate = std::make_shared<Gate>();
   int64_t staleness, in_flight;
   bool counts;
-  const auto begin = [&](int64_t token, Gate::Number* number,
-                         std::chrono::milliseconds patience =
-                             std::chrono::milliseconds(1)) {
-    *number = Gate::Number();
-    number->token = token;
-    return gate->BeginTry(number, patience);
-  };
   const auto admit = [&](Ticket* ticket) {
-    Gate::Number number;
-    EXPECT_TRUE(begin(5, &number));
-    EXPECT_TRUE(gate->Admit(0, 0, 9, &staleness, &number));
-    ticket->Admit(gate, number);
-    return number.value;
+    EXPECT_TRUE(ticket->Begin(gate, 5, std::chrono::milliseconds(1)));
+    EXPECT_TRUE(ticket->Admit(0, 0, 9, &staleness));
+    return ticket->number();
   };
-  Gate::Number number, other;
+  Ticket complete, refused, again;
   {  // It dies in the update.
     Ticket lost;
     EXPECT_EQ(admit(&lost), 0);
@@ -286,37 +265,34 @@ TEST(Gate, AnUpdateThatIsTriedAgain) {
     EXPECT_TRUE(counts);
   }
   // It dies when the update is complete.
-  EXPECT_FALSE(begin(5, &number));
+  EXPECT_FALSE(complete.Begin(gate, 5));
   gate->Record(1, &in_flight);
   EXPECT_EQ(in_flight, 0);
   // The update is refused.
-  EXPECT_TRUE(begin(6, &number));
-  EXPECT_FALSE(gate->Admit(1, 0, -1, &staleness, &number));
-  EXPECT_FALSE(begin(6, &number));
-  // The first try does not get as far, and the next one is not kept waiting.
-  EXPECT_TRUE(begin(8, &number));
-  gate->GiveUp(number);
-  EXPECT_TRUE(begin(8, &number, std::chrono::hours(1)));
+  EXPECT_TRUE(refused.Begin(gate, 6));
+  EXPECT_FALSE(refused.Admit(1, 0, -1, &staleness));
+  EXPECT_FALSE(again.Begin(gate, 6));
+  {  // The first try does not get as far, and the next one does not wait.
+    Ticket first;
+    EXPECT_TRUE(first.Begin(gate, 8));
+  }
+  Ticket second, plain, other;
+  EXPECT_TRUE(second.Begin(gate, 8, std::chrono::hours(1)));
   // Updates without a token have nothing in common.
-  EXPECT_TRUE(begin(-1, &number));
-  EXPECT_TRUE(begin(-1, &other, std::chrono::hours(1)));
+  EXPECT_TRUE(plain.Begin(gate, -1));
+  EXPECT_TRUE(other.Begin(gate, -1, std::chrono::hours(1)));
 }
 
 TEST(Gate, ARetryWaitsForTheEndOfTheFirstTry) {
   const auto gate = std::make_shared<Gate>();
-  Gate::Number number;
-  number.token = 7;
-  int64_t staleness;
-  ASSERT_TRUE(gate->BeginTry(&number));
-  ASSERT_TRUE(gate->Admit(0, 0, 0, &staleness, &number));
   Ticket ticket;
-  ticket.Admit(gate, number);
+  int64_t staleness;
+  ASSERT_TRUE(ticket.Begin(gate, 7));
+  ASSERT_TRUE(ticket.Admit(0, 0, 0, &staleness));
   InThreads(2, [&](int t) {
     bool counts;
     if (t == 0) {
-      Gate::Number second;
-      second.token = 7;
-      EXPECT_FALSE(gate->BeginTry(&second, std::chrono::minutes(1)));
+      EXPECT_FALSE(Ticket().Begin(gate, 7, std::chrono::minutes(1)));
     } else {
       EXPECT_TRUE(ticket.Complete(&counts));
       EXPECT_TRUE(counts);
@@ -330,14 +306,10 @@ TEST(Gate, TriesThatRace) {
     const auto gate = std::make_shared<Gate>();
     std::atomic<int> complete{0};
     InThreads(2, [&](int) {
-      Gate::Number number;
-      number.token = token;
-      Try update(gate.get(), &number);
-      if (!update.begun()) return;
-      int64_t staleness;
-      ASSERT_TRUE(update.Admit(complete, 0, kMost, &staleness));
       Ticket ticket;
-      ticket.Admit(gate, number);
+      if (!ticket.Begin(gate, token)) return;
+      int64_t staleness;
+      ASSERT_TRUE(ticket.Admit(complete, 0, kMost, &staleness));
       bool counts;
       ASSERT_TRUE(ticket.Complete(&counts));
       complete += counts;
@@ -349,27 +321,21 @@ TEST(Gate, TriesThatRace) {
 TEST(Gate, ForgetsOldTokens) {
   const auto gate = std::make_shared<Gate>();
   int64_t staleness;
-  Gate::Number number;
   for (int64_t token = 0; token < 70000; ++token) {
-    number = Gate::Number();
-    number.token = token;
-    gate->BeginTry(&number);
-    gate->Admit(0, 0, -1, &staleness, &number);
+    Ticket ticket;
+    ticket.Begin(gate, token);
+    ticket.Admit(0, 0, -1, &staleness);
   }
-  number.token = 69999;
-  EXPECT_FALSE(gate->BeginTry(&number));
-  number.token = 0;
-  EXPECT_TRUE(gate->BeginTry(&number));
+  EXPECT_FALSE(Ticket().Begin(gate, 69999));
+  EXPECT_TRUE(Ticket().Begin(gate, 0));
 }
 
 TEST(Ticket, IsCompletedOnce) {
   for (int i = 0; i < 300; ++i) {
     const auto gate = std::make_shared<Gate>();
     int64_t value;
-    Gate::Number number;
-    ASSERT_TRUE(gate->Admit(0, 0, 0, &value, &number));
     Ticket ticket;
-    ticket.Admit(gate, number);
+    Number(gate, 0, &ticket);
     std::vector<int> completed(3);
     InThreads(3, [&](int t) {
       EXPECT_NE(ticket.gate(), nullptr);
@@ -385,11 +351,9 @@ TEST(Ticket, IsCompletedOnce) {
 // The last ticket may live longer than the op's resource.
 TEST(Ticket, KeepsItsGate) {
   auto gate = std::make_shared<Gate>();
-  int64_t staleness;
-  Gate::Number number;
-  ASSERT_TRUE(gate->Admit(0, 0, 0, &staleness, &number));
   Ticket ticket;
-  ticket.Admit(std::move(gate), number);
+  Number(gate, 0, &ticket);
+  gate = nullptr;
 }
 
 }  // namespace

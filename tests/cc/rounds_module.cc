@@ -67,7 +67,7 @@ class TestTimer : public Timer {
 
 void Check(const RoundsStatus& status) {
   if (status.ok()) return;
-  // (code, message); the names of codes are those of RoundsStatus, in order.
+  // (code, message); the codes are TensorFlow's.
   const py::object error = py::module_::import("builtins").attr("Exception")(
       static_cast<int>(status.code), status.message);
   PyErr_SetObject(PyExc_Exception, error.ptr());

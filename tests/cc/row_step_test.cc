@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "cc/engine/elementwise.h"
-#include "cc/engine/huge_pages.h"
 #include "cc/engine/lazy_average.h"
 #include "cc/engine/sparse_rows.h"
 #include "cc/rules/catch_up.h"
@@ -234,19 +233,6 @@ TEST(LazyAverage, MovesRowsInItsOwnStep) {
     Reference(RuleId::kEma, number, number, operands, &rate, row);
   }
   ExpectSame(shadow, want, number, "shadow");
-}
-
-// While the array is written, and once it is freed.
-TEST(HugePages, LeaveAnArrayAsItIs) {
-  constexpr size_t kBytes = 24 << 20;
-  for (int i = 0; i < 3; ++i) {
-    const Array array(kBytes);
-    UseHugePages(array.data(), kBytes);
-    for (size_t at = 0; at < kBytes; at += 997) array.as<char>()[at] = at % 31;
-    for (size_t at = 0; at < kBytes; at += 997) {
-      ASSERT_EQ(array.as<char>()[at], static_cast<char>(at % 31));
-    }
-  }
 }
 
 }  // namespace

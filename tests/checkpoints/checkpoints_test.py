@@ -44,11 +44,11 @@ def rounded_once(x, dtype):
 
 def mean_of(values, dtype, weights=None):
   """The reference: NumPy in float64, in order, rounded once."""
-  weights = weights or [1 / len(values)] * len(values)
-  total = 0
+  total, unit = 0, 1 if weights else len(values)
+  weights = weights or [1] * len(values)
   for weight, value in zip(weights, values):
     total = total + np.float64(weight) * np.asarray(value).astype(np.float64)
-  return rounded_once(np.asarray(total), np.dtype(dtype))
+  return rounded_once(np.asarray(total / unit), np.dtype(dtype))
 
 
 def assert_same_bits(got, expected):
@@ -104,9 +104,9 @@ def test_rounding_once(dtype):
 
 @pytest.mark.parametrize("data_file", [1, 1 << 28])
 @pytest.mark.parametrize("function, options, weights", [
-    (checkpoints.merge, {}, [1 / 3] * 3),
-    (checkpoints.merge, {"weights": [4, 6, 10]}, [0.2, 0.3, 0.5]),
-    (checkpoints.lawa, {"window": 2}, [0, 0.5, 0.5]),
+    (checkpoints.merge, {}, [1, 1, 1]),
+    (checkpoints.merge, {"weights": [4, 6, 10]}, [4, 6, 10]),
+    (checkpoints.lawa, {"window": 2}, [0, 1, 1]),
     (checkpoints.ema, {"progress": True}, [0.25, 0.25, 0.5])])
 @pytest.mark.parametrize("kind", checkpoint_files.ENDINGS)
 def test_each_format(tmp_path, monkeypatch, kind, function, options, weights,

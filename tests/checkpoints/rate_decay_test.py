@@ -130,7 +130,7 @@ def test_command(tmp_path, capsys):
                 "200", "--output", str(tmp_path / "out"), "--quiet"])
   assert capsys.readouterr().out.endswith(
       f"    0.138071  {tmp_path}/model-400\n"
-      "  reads 72 bytes, writes 24 bytes, holds 72 bytes of values in memory\n"
+      "  reads 72 bytes, writes 24 bytes, holds 96 bytes of values in memory\n"
       f"{tmp_path / 'out'}: of 3 of 4 inputs, error of the decay 0.00%\n"
       "  averaged: 1 variables, 3 numbers of float64\n"
       "  copied: 0 variables\n")

@@ -21,6 +21,13 @@ KINDS = {kind: np.dtype(dtype)
 INDEX = "model.safetensors.index.json"
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+  """Parts of three numbers, in two threads."""
+  monkeypatch.setattr(_merge, "_PART", 3)
+  monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
 def write(path, tensors, metadata=None, kinds=None):
   """Writes a file as the format is described, in the order of a dict."""
   names = {dtype: kind for kind, dtype in KINDS.items()}
@@ -82,8 +89,9 @@ def test_each_dtype_is_rounded_once(tmp_path, kind):
   checkpoints.merge(paths, tmp_path / "out.safetensors", [1, 2, 3])
   _, found = read(tmp_path / "out.safetensors")
   total = -0.0
-  for weight, x in zip((1 / 6, 2 / 6, 3 / 6), values):
+  for weight, x in zip((1, 2, 3), values):
     total = total + weight * x.astype(np.float64)
+  total /= 6
   # The nearest number of the dtype, found among all of its neighbours.
   got = found["w"][1]
   assert found["w"][0] == kind and got.dtype == dtype
@@ -109,6 +117,22 @@ def test_rounding_is_that_of_one_step():
       near = middle + sign * np.sign(high - low) * 1e-13 * np.abs(middle)
       np.testing.assert_array_equal(
           _merge._rounded(near, np.dtype(dtype)).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 10])
+def test_a_mean_halfway_is_rounded_to_even(tmp_path, count):
+  """Late checkpoints in bfloat16 differ in the last bit: often, by a half."""
+  x = np.arange(0x3f80, 0x3f80 + 64, dtype=np.uint16)
+  up = np.random.default_rng(0).integers(0, 2, (count, 64)).astype(np.uint16)
+  for i in range(count):
+    write(tmp_path / f"{i}.safetensors",
+          {"w": (x + up[i]).view(ml_dtypes.bfloat16)})
+  checkpoints.merge(tmp_path, tmp_path / "out.safetensors")
+  # Halfway, the even one of two numbers.
+  twice = 2 * up.sum(0, dtype=np.int64)
+  want = x + (twice > count) + ((twice == count) & (x & 1))
+  _, found = read(tmp_path / "out.safetensors")
+  np.testing.assert_array_equal(found["w"][1].view(np.uint16), want)
 
 
 def test_what_is_copied(tmp_path, monkeypatch):
@@ -328,6 +352,46 @@ def test_an_index_that_is_not_that_of_its_shards(tmp_path):
           tmp_path / "out.safetensors")
 
 
+def test_inputs_of_other_dtypes(tmp_path):
+  """Other floating-point numbers are averaged, integers are refused."""
+  values = np.float32([1 + 2**-20, 3]), np.float64([2, 9]), np.float16([5, 7])
+  paths = [write(tmp_path / f"{x.dtype}.safetensors", {"w": x})
+           for x in values]
+  checkpoints.merge(paths, tmp_path / "out.safetensors")
+  kind, found = read(tmp_path / "out.safetensors")[1]["w"]
+  assert kind == "F16"
+  np.testing.assert_array_equal(found, np.float16(
+      sum(x.astype(np.float64) for x in values) / 3))
+  other = write(tmp_path / "other.safetensors", {"w": np.int32([1, 2])})
+  new = tmp_path / "new" / "out.safetensors"
+  refused(tmp_path, "must be of dtype .* got int32", [other, *paths], new)
+  refused(tmp_path, "must have floating-point variables to average",
+          [paths[0], other], new)
+
+
+@pytest.mark.parametrize("function, options", [
+    (checkpoints.merge, {"weights": [1, 2, 4]}),
+    (checkpoints.merge, {"weights": [1e-300, 3e-300, 7e-300]}),
+    (checkpoints.merge, {"blend": .3, "base": "2.safetensors"}),
+    (checkpoints.merge, {"decay": "1-sqrt", "steps": [1, 2, 5]}),
+    (checkpoints.ema, {"decay": .7, "only": "w"})])
+def test_the_metadata_tell_how_to_make_it_again(tmp_path, monkeypatch, function,
+                                                options):
+  monkeypatch.chdir(tmp_path)
+  rng = np.random.default_rng(3)
+  for i in range(3):
+    write(tmp_path / f"{i}.safetensors", {
+        "w": values_of(rng, np.float32, 500), "v": np.float32([i])})
+  function([f"{i}.safetensors" for i in range(3)], "out.safetensors", **options)
+  metadata, found = read(tmp_path / "out.safetensors")
+  made = json.loads(metadata["wrapopt"])
+  checkpoints.merge(made["inputs"], "again.safetensors", made["weights"],
+                    only=made["only"])
+  _, again = read(tmp_path / "again.safetensors")
+  for name, (kind, x) in found.items():
+    assert again[name][0] == kind and again[name][1].tobytes() == x.tobytes()
+
+
 def test_nan_is_refused_and_named(tmp_path):
   paths = [write(tmp_path / f"{i}.safetensors", {
       "ok": np.float32([np.inf]), "w": np.float32([1, x])})
@@ -381,23 +445,24 @@ def test_no_space(tmp_path, monkeypatch):
           tmp_path / "new" / "out.safetensors")
 
 
-def test_memory_is_that_of_a_few_tensors(tmp_path):
-  """Ten inputs of many tensors: no more than some of the largest one."""
-  n = 1 << 20
-  x = {f"w{i}": np.full(n, i, np.float32) for i in range(16)}
-  paths = [write(tmp_path / f"{i}.safetensors", x) for i in range(10)]
+def test_memory_is_that_of_parts(tmp_path):
+  """Five inputs take less than the one tensor of an input."""
+  nbytes = 32 << 20
+  paths = [write(tmp_path / f"{i}.safetensors", {
+      "w": np.zeros(nbytes // 4, np.float32)}) for i in range(5)]
+  small = write(tmp_path / "small.safetensors", {"w": np.float32([1])})
   program = (
-      "import resource, sys\n"
+      "import os, resource, sys\n"
       "from wrapopt import checkpoints\n"
+      "os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:2])\n"
       "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
       "checkpoints.merge(sys.argv[1], sys.argv[2])\n"
       "before = peak()\n"
-      "checkpoints.merge(sys.argv[1:-2], sys.argv[-1])\n"
+      "checkpoints.merge(sys.argv[4:], sys.argv[3])\n"
       "print(peak() - before)\n")
   done = subprocess.run(
-      [sys.executable, "-c", program, str(paths[0]),
-       str(tmp_path / "one.safetensors"), *map(str, paths[1:]),
-       str(tmp_path / "unused"), str(tmp_path / "out.safetensors")],
+      [sys.executable, "-c", program, small,
+       *(tmp_path / f"{name}.safetensors" for name in ("one", "out")), *paths],
       capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
-  assert int(done.stdout) < 3 * n * 8 // 1024  # KB.
+  assert int(done.stdout) < nbytes // 1024  # KB.

@@ -205,7 +205,7 @@ template <class Table>
 int MoveAddresses(const std::string& kernel, Table* table) {
   const std::string rule = RuleOf(kernel);
   const gpu::Header& header = table->header;
-  const size_t members = header.sources + header.targets;
+  const size_t operands = header.sources + header.targets;
   size_t scalars = 0;
   std::vector<size_t> sizes;  // Of each array's elements.
   for (const RuleInfo& info : kRules) {
@@ -217,7 +217,7 @@ int MoveAddresses(const std::string& kernel, Table* table) {
                  SizeOf(static_cast<Number>(header.input)));
   }
   Word* word = table->words + scalars;
-  for (size_t m = 0; m < members; ++m, word += gpu::kWordsPerMember) {
+  for (size_t m = 0; m < operands; ++m, word += gpu::kWordsPerOperand) {
     sizes.push_back(SizeOf(static_cast<Number>(word[1])));
   }
   const size_t numbers = sizes.size();

@@ -59,9 +59,9 @@ from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _tensorflow
 
 _INPUTS = 3
-_WEIGHTS = {"merge": [1 / 3] * 3, "weights": [0.2, 0.3, 0.5],
+_WEIGHTS = {"merge": [1, 1, 1], "weights": [0.2, 0.3, 0.5],
             "lawa": [0, 0.5, 0.5], "ema": [0.25, 0.25, 0.5],
-            "command": [1 / 3] * 3}
+            "command": [1, 1, 1]}
 _KINDS = {"damage": 60, "change": 18, "race": 4, "full": 10, "kill": 8}
 
 # Seconds without a result, after which a case hangs.

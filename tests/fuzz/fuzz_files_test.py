@@ -69,7 +69,7 @@ BROKEN = [
     ("partial files of the killed stay", "other files", "kill", "h5", _sink,
      "remove_partial", lambda directory, prefix: None),
     ("wrong numbers", "wrong: numbers", "damage", "tensorflow", _merge,
-     "checked_weights", lambda weights, count: [0.3] * count),
+     "checked_weights", lambda weights, count: ([0.3] * count, 1.0)),
     ("another error", "raises Traceback", "damage", "tensorflow", _merge,
      "check", lambda inputs, only: {}["no name"]),
     ("a crash", "crashes: signal 6", "damage", "keras", _merge, "check",

@@ -8,12 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_versions
+import replicas  # pylint: disable=unused-import
 import wrapopt.keras
-
-# Before TensorFlow starts: a device for each of two replicas.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 layers = keras.layers
 recalibrate = wrapopt.keras.recalibrate_batch_norm

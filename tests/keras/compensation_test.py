@@ -214,7 +214,7 @@ def test_any_inner_optimizer(inner, policy, sparse, in_function):
                        policy.decay * memory + (1 - policy.decay) * size)
       memory[rows] = new[rows]
     np.testing.assert_allclose(v.numpy(), twin.numpy(), rtol=1e-12, atol=1e-14)
-    for row in gate._untracked.memory.values():
+    for row in gate._memory.values():
       [slot] = row.values()
       np.testing.assert_allclose(slot.numpy(), memory, rtol=1e-12, atol=1e-14)
   assert int(gate.iterations) == 6

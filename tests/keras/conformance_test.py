@@ -21,18 +21,14 @@ import tensorflow as tf
 
 import keras_versions
 import numerics
+from replicas import mirrored as strategy
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
-from wrapopt.keras import _followers
 from wrapopt.keras import _wrapper
+from wrapopt.keras._steps import _step
 
 K = keras.optimizers
-
-# For MirroredStrategy: before anything runs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 
@@ -578,11 +574,6 @@ def test_what_a_step_captures(name, slots, averages, jit):
   assert len(found) <= (n * (1 + slots + averages) if jit else 1) + 4
 
 
-@functools.cache
-def strategy():
-  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def mirrored(make, function, sync=None):
   """As `train`, for each replica, whose gradients sum up to those there."""
   dtype = numerics.FLOAT
@@ -660,59 +651,6 @@ def stepping(opt, variables, mode, as_fit=False):
   if mode == "eager":
     return step
   return tf.function(step, jit_compile=mode == "jit")
-
-
-# The others that are not fused compile long, and add nothing.
-@pytest.mark.parametrize("inner, mode", [
-    *((K.SGD, mode) for mode in MODES), (K.Adamax, "eager"),
-    (K.Adamax, "function")])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_accumulated_gradients(wrapper, inner, mode):
-  """Only each third call takes a step, and is one to SWA and Lookahead."""
-  w, plain = keras.Variable([2.0]), keras.Variable([2.0])
-  opt = WRAPPERS[wrapper](inner(0.5, gradient_accumulation_steps=3))
-  stock = WRAPPERS[wrapper](inner(0.5))
-  step = stepping(opt, [w], mode)
-  stock.build([plain])
-  for _ in range(2):
-    for grad in (1.0, 2.0, 6.0):
-      before = [v.numpy() for v in (w, *opt._variables)]
-      step(tf.constant([grad]))
-      moved = [(v.numpy() != x).any() for v, x in zip((w, *opt._variables),
-                                                       before)]
-      assert not any(moved) or grad == 6.0
-    stock.apply([tf.constant([3.0])], [plain])
-    for got, want in zip((w, *opt._variables), (plain, *stock._variables)):
-      np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-6)
-  assert int(opt.iterations) == 2 and w.numpy() != 2.0
-
-
-@MODE
-@pytest.mark.parametrize("around", [True, False])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_steps_that_loss_scaling_skips(wrapper, around, mode):
-  """Nothing moves, and SWA and Lookahead do not count them."""
-  make = (lambda opt: K.LossScaleOptimizer(WRAPPERS[wrapper](opt), 4.0)
-          ) if around else (
-              lambda opt: WRAPPERS[wrapper](K.LossScaleOptimizer(opt, 4.0)))
-  w, plain = keras.Variable([2.0]), keras.Variable([2.0])
-  opt, stock = make(K.SGD(0.5)), WRAPPERS[wrapper](K.SGD(0.5))
-  step = stepping(opt, [w], mode)
-  ours = opt.inner_optimizer if around else opt
-  stock.build([plain])
-  for grad in (1.0, np.inf, 2.0, np.nan, 3.0):
-    before = [v.numpy() for v in (w, *ours._variables)]
-    scale = float(opt.scale_loss(1.0))
-    step(tf.constant([grad * scale]))
-    after = [v.numpy() for v in (w, *ours._variables)]
-    if np.isfinite(grad):
-      stock.apply([tf.constant([grad])], [plain])
-      for got, want in zip(after, (plain, *stock._variables)):
-        np.testing.assert_array_equal(got, want.numpy())
-    else:
-      for got, want in zip(after, before):
-        numerics.assert_same_bits(got, want)
-  assert int(opt.iterations) == 3 and w.numpy() < 1
 
 
 # (outer, inner) of all that make sense; of the others there is an error.
@@ -972,7 +910,7 @@ class Jump(_wrapper.WrapperOptimizer):
       for v in step.variables:
         v.assign_add(tf.fill(v.shape, 10.0))
 
-    _followers.where((step.iterations + 1) % 2 == 0, jump)
+    _step.where((step.iterations + 1) % 2 == 0, jump)
 
 
 @MODE
@@ -990,31 +928,6 @@ def test_a_wrapper_without_averages(is_outside, mode):
   assert w.numpy() == [12.0]
   assert (opt if is_outside else opt.inner_optimizer).average(w).numpy() == [
       6.25 if is_outside else 1.25]
-
-
-@pytest.mark.parametrize("wrapper", ["SWA", "Lookahead"])
-def test_variables_that_have_gradients_in_other_steps(wrapper):
-  """Two tasks in turn: each variable is averaged, and synced, as the other."""
-  a, b = keras.Variable([0.0]), keras.Variable([0.0])
-  opt = (wk.SWA(K.SGD(1.0), 1, 2) if wrapper == "SWA" else
-         wk.Lookahead(K.SGD(1.0), 2, 0.5))
-  opt.build([a, b])
-  grad = tf.constant([-1.0])
-  for t in range(4):
-    opt.apply([[grad, None], [None, grad]][t % 2])
-  if wrapper == "SWA":
-    # After two and four steps: 1 and 2.
-    assert opt.average(a).numpy() == opt.average(b).numpy() == 1.5
-  else:
-    # From 0 to 1, half of it, from there to 1.5, half of that.
-    assert a.numpy() == b.numpy() == 1.0
-  moving = wk.MovingAverage(K.SGD(1.0), 0.5)
-  moving.apply([grad, grad], [a, b])
-  before = moving.average(b).numpy()
-  a.assign([8.0])
-  b.assign([8.0])
-  moving.apply([grad, None])
-  assert moving.average(b).numpy() == before != moving.average(a).numpy()
 
 
 @pytest.mark.parametrize("mode", ["function", "jit"])
@@ -1247,19 +1160,6 @@ def test_a_step_of_another_thread_hides_no_own_update():
   inner.may_end.set()
   thread.join()
   assert errors == ["raised"]
-
-
-def test_settings_that_switch_off():
-  """Decay 1 keeps the start, 0 copies, and slow steps of 1 change nothing."""
-  w, plain = keras.Variable([1.0]), keras.Variable([1.0])
-  stock = K.Adam(**ADAM)
-  opt = wk.Lookahead(wk.MovingAverage(K.Adam(**ADAM), [1.0, 0.0]), 1, 1.0)
-  for _ in range(3):
-    stock.apply([tf.constant([1.0])], [plain])
-    opt.apply([tf.constant([1.0])], [w])
-    np.testing.assert_allclose(w.numpy(), plain.numpy(), rtol=1e-6)
-    average = opt.inner_optimizer.average
-    assert average(w).numpy() == 1 and average(w, 0.0).numpy() == w.numpy()
 
 
 def test_no_step_while_averages_are_in_place():
@@ -1603,27 +1503,6 @@ def test_one_thread_at_a_time_has_averages_in_place():
     thread.join()
   assert len(seen) >= 300 and set(seen) == {0.5}
   assert w.numpy() == 0 and opt.average(w).numpy() == 0.5
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_layers_that_are_frozen_at_first(wrapper):
-  """A wrapper around an optimizer of all variables has averages of all."""
-  a, b = keras.Variable([0.0]), keras.Variable([0.0])
-  sgd = K.SGD(1.0)
-  sgd.build([a, b])
-  opt = WRAPPERS[wrapper](sgd)
-  grad = tf.constant([-1.0])
-  for _ in range(2):
-    opt.apply([grad], [a])
-  for _ in range(2):
-    opt.apply([grad, grad], [a, b])
-  want = {
-      # Of 1, 2, 3, 4, and of 1, 2; the mean of 2, 4, and of 0, 2.
-      "MovingAverage": [3.0625, 1.25], "SWA": [3, 1],
-      # To 2 and back to 0.5; to 2.5 and back to 1. To 2 and back to 0.5.
-      "Lookahead": [1, 0.5]}[wrapper]
-  read = opt.slow_weights if wrapper == "Lookahead" else opt.average
-  assert [read(v).numpy().item() for v in (a, b)] == want
 
 
 @pytest.mark.parametrize("constraint", [None, lambda w: w / 4])

@@ -4,7 +4,6 @@ Replicas are two CPUs, two worker processes, or workers of parameter servers.
 """
 
 import contextlib
-import functools
 import json
 import socket
 
@@ -14,23 +13,11 @@ import pytest
 import tensorflow as tf
 
 from processes import run_python
+from replicas import REPLICAS, mirrored
 from training import ancestors
 import wrapopt.keras
 
-REPLICAS = 2
-# Before TensorFlow starts: a device for each replica.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
-
 optimizers = keras.optimizers
-
-
-@functools.cache
-def mirrored():
-  """One for all tests: a second one's collectives have the first one's keys."""
-  return tf.distribute.MirroredStrategy(
-      [f"CPU:{i}" for i in range(REPLICAS)])
 
 
 # By name: a wrapper, and the formula of its weights and averages. A formula

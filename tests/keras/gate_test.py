@@ -16,17 +16,13 @@ import keras_versions
 import numerics
 import threads
 import training
+import replicas  # pylint: disable=unused-import
 import wrapopt
 import wrapopt.keras as wk
-from wrapopt.keras import _rules
 from wrapopt.keras import _wrapper
+from wrapopt.keras._steps import _rules
 
 K = keras.optimizers
-
-# For MirroredStrategy: before anything runs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 
@@ -82,7 +78,8 @@ def in_flight(opt):
 def state(opt, variables):
   """All that a step may change, but the counts of gates."""
   found = [v.numpy() for v in (
-      *variables, *(v for x in wk._steps.innermost(opt) for v in x.variables))]
+      *variables, *(v for x in wk._steps._views.innermost(opt)
+                    for v in x.variables))]
   for wrapper in opt._wrappers() if hasattr(opt, "_wrappers") else ():
     if not wrapper.is_gate:
       found += [tf.convert_to_tensor(s).numpy()
@@ -752,7 +749,7 @@ def test_threads_that_compensate(mode):
   assert admitted == 48
   assert 1 - w.numpy()[0] == 2 - 2.0 ** (1 - admitted)
   # Each has moved the mean of the gradients' squares.
-  [mean_square] = opt._untracked.memory["mean_square"].values()
+  [mean_square] = opt._memory["mean_square"].values()
   np.testing.assert_array_equal(mean_square, [1 - 0.5**admitted] * 2)
 
 

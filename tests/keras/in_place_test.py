@@ -13,16 +13,12 @@ import tensorflow as tf
 import keras_versions
 import numerics
 from training import graph_of, session_of
+import replicas  # pylint: disable=unused-import
 import wrapopt.keras
 from wrapopt import ops
 
 tf1 = tf.compat.v1
 wk, K = wrapopt.keras, keras.optimizers
-
-# Before TensorFlow starts: a device for each replica.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 NO_VALUE = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError)
 AVERAGES_IN_PLACE = (
@@ -275,12 +271,11 @@ def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
   files = [str(tmp_path / x) for x in ("a", "b", "c")]
   tf.train.Checkpoint(a=average).write(files[1])
   before = values(opt, [v])
-  others = [opt.average(v, 0.75).numpy()] if len(
-      getattr(opt, "_decays", "0")) > 1 else []
+  others = [opt.average(v, 0.75).numpy()] if len(opt.decays()) > 1 else []
   with opt.averaged_weights():
     check_reads(average)
     for call in (lambda: opt.average(v), lambda: opt.seed_averages(),
-                 lambda: opt._averages.assign(model, None),
+                 lambda: opt.assign_averages(model, None),
                  lambda: opt.averages_by_decay(model),
                  lambda: opt.averaged_model(model),
                  lambda: opt.finalize_variable_values([v]),

@@ -17,14 +17,10 @@ import tensorflow as tf
 import keras_versions
 import numerics
 import interpolated_model
+from replicas import mirrored
 import wrapopt.keras as wk
 
 K = keras.optimizers
-
-# For MirroredStrategy: before anything runs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 MODES = ("eager", "function", "jit")
 MODE = pytest.mark.parametrize("mode", MODES)
@@ -353,11 +349,6 @@ def test_multi_optimizer(mode, around, wrapper):
   stepping_on_some(step)
 
 
-@functools.cache
-def two_replicas():
-  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 @IGNORE_NONE
 @pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("wrapper, make", [
@@ -368,7 +359,7 @@ def two_replicas():
     (primal, lambda: K.SGD(0.5, momentum=0.5))],
                          ids=["free SGD", "free Adam", "Adam", "momentum"])
 def test_mirrored(wrapper, make, function, tmp_path):
-  strategy = two_replicas()
+  strategy = mirrored()
   locals_of = lambda v: [
       x.numpy() for x in strategy.experimental_local_results(v.value)]
   wide = 1e-5, 2e-5
@@ -478,6 +469,7 @@ def test_a_failed_step_changes_nothing(wrapper):
     (lambda: sgd(warmup_steps=1.5), TypeError, "must be an integer, got 1.5"),
     (lambda: sgd(r=-1), ValueError, "`r` must be finite and at least 0"),
     (lambda: sgd(weight_lr_power=np.nan), ValueError, "`weight_lr_power` must"),
+    (lambda: sgd(weight_lr_power=-0.5), ValueError, "at least 0, got -0.5"),
     (lambda: sgd(weight_decay_at_y=-0.1), ValueError, "`weight_decay_at_y`"),
     (lambda: wk.ScheduleFree(1.0), TypeError, "must be a Keras 3 optimizer"),
     (lambda: wk.PrimalAverage(K.SGD(), 0.0), ValueError, "`momentum` must be"),

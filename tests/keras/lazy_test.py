@@ -8,13 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+import replicas  # pylint: disable=unused-import
 import wrapopt.keras as wk
-
-
-# Before TensorFlow starts: a device for each of two replicas.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 K = keras.optimizers
 ROWS, COLUMNS = 6, 2

@@ -8,22 +8,25 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import replicas  # pylint: disable=unused-import
 import wrapopt
 import wrapopt.keras
 from wrapopt import server as server_module
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
 X = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 
 
-def fitted(optimizer, local_of=None, epochs=2, **kwargs):
+def compiled(optimizer, **kwargs):
   keras.utils.set_random_seed(1)
   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4),
                             keras.layers.Dense(1)])
   model.compile(optimizer, "mse", **kwargs)
+  return model
+
+
+def fitted(optimizer, local_of=None, epochs=2, **kwargs):
+  model = compiled(optimizer, **kwargs)
   callbacks = []
   if local_of is not None:
     local = local_of(model.trainable_variables)
@@ -61,6 +64,25 @@ def test_the_outer_step_and_examples():
     np.testing.assert_allclose(a, c + 1.33 * (b - c), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("steps_per_execution, sync_every", [(1, 6), (2, 8)])
+def test_fragments_and_overlap_as_in_a_loop(steps_per_execution, sync_every):
+  sgd = lambda: keras.optimizers.SGD(0.01)
+  of = lambda: local_of(
+      wrapopt.DiLoCo, sync_every, server_module.start(), local_weight=0.5,
+      fragments=2, overlap_steps=2)
+  got, fit = fitted(sgd(), of(), steps_per_execution=steps_per_execution)
+  model = compiled(sgd())
+  local = of()(model.trainable_variables)
+  for x, y in zip(np.split(np.tile(X, (2, 1)), 12),
+                  np.split(np.tile(Y, (2, 1)), 12)):
+    model.train_on_batch(x, y)
+    local.step()
+  local.leave()  # Ends the last exchange, as `fit` does.
+  assert fit.round == local.round == 12 * 2 // sync_every
+  for a, b in zip(got, model.get_weights()):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_an_average_is_that_of_the_weights_of_the_worker():
   server = server_module.start()
   averaged = lambda: wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.01),
@@ -79,6 +101,13 @@ def test_what_is_refused():
   with pytest.raises(ValueError, match=(
       r"`steps_per_execution` of compile\(\) must divide")):
     fitted("sgd", of, steps_per_execution=2)
+  for of_steps, kwargs in (
+      ("sync_every / fragments = 3, got 2", {"fragments": 2}),
+      ("overlap_steps = 1, got 3", {"overlap_steps": 1})):
+    with pytest.raises(ValueError, match=of_steps):
+      fitted("sgd", local_of(wrapopt.LocalSGD, 6, server, resume=True,
+                             name=of_steps, **kwargs),
+             steps_per_execution=int(of_steps[-1]))
   for wrapper in (wrapopt.keras.ScheduleFree, wrapopt.keras.PrimalAverage,
                   wrapopt.keras.Lookahead):
     with pytest.raises(ValueError, match="must not share .* alone"):

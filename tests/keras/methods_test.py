@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import keras_versions
 import wrapopt.keras as wk
-from wrapopt.keras import _methods
+from wrapopt.keras._steps import _methods
 
 K = keras.optimizers
 

@@ -82,7 +82,7 @@ LEFT_OUT = {
 
 def _read_inside(self, name):
   """Keras's tests read attributes of an optimizer: they are the inner one's."""
-  if name.startswith("__") or "_untracked" not in vars(self):
+  if name.startswith("__") or "_inside" not in vars(self):
     raise AttributeError(name)
   return getattr(self.inner_optimizer, name)
 
@@ -151,7 +151,7 @@ def run(test):
       # Keras's own averages, also inside a wrapper with others.
       _model_variables_moving_average=property(
           lambda self: self.inner_optimizer._model_variables_moving_average),
-      use_ema=property(lambda self: "_untracked" in vars(self) and
+      use_ema=property(lambda self: "_inside" in vars(self) and
                        self.inner_optimizer.use_ema, lambda self, x: None)):
     test.run(result)
   assert result.testsRun == 1

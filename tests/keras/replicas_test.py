@@ -5,28 +5,18 @@ steps with other gradients in each replica, the copies must stay the same bits,
 and be those of one process that takes the steps with the sums.
 """
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from replicas import mirrored
 import wrapopt
 import wrapopt.keras as wk
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
-
 K = keras.optimizers
 v1 = tf.compat.v1.train
-STEPS = 300
-
-
-@functools.cache
-def mirrored():
-  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+STEPS = 150
 
 
 # An average of each rule that has a native op, and what changes a step.

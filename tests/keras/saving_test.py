@@ -21,7 +21,7 @@ import wrapopt.keras
 from wrapopt.keras import Lookahead
 from wrapopt.keras import MovingAverage
 from wrapopt.keras import SWA
-from wrapopt.keras import _steps
+from wrapopt.keras._steps import _views
 
 optimizers = keras.optimizers
 
@@ -100,7 +100,7 @@ def everything(model):
     found.append(getattr(opt, "inner_optimizer", None))
   state = values(model.weights) + values(found[-2].variables)
   for opt in found[1:-1]:
-    if hasattr(opt, "_state"):
+    if hasattr(opt, "_store"):
       state += values(s for s, _ in opt._store.state.pairs())
   return state
 
@@ -519,7 +519,7 @@ def load_before_build(model, path):
 
 def state(opt):
   """The averages and counts of all wrappers."""
-  wrappers = [x for x in [opt, *_steps.within(opt)] if hasattr(x, "_state")]
+  wrappers = [x for x in [opt, *_views.within(opt)] if hasattr(x, "_store")]
   return [x for w in wrappers for x in [
       *(average for average, _ in w._store.state.pairs()),
       *(count for count, _ in w._store.state._counts.values())]]
@@ -554,7 +554,7 @@ def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
     m.optimizer.build(m.trainable_variables)
     with warnings.catch_warnings():
       warnings.filterwarnings("ignore", ".* are taken in their order")
-      for opt in [m.optimizer, *_steps.within(m.optimizer)]:
+      for opt in [m.optimizer, *_views.within(m.optimizer)]:
         if hasattr(opt, "_store"):
           opt._store.seed_unbegun()
     if kind == "counted":
@@ -933,7 +933,7 @@ def test_factors_that_keras_merges(quantized, layer, way, kind, tmp_path):
     else:
       with pytest.MonkeyPatch.context() as patch:
         if way == "earlier":  # Which saved them.
-          patch.setattr(wrapopt.keras._latest, "_MERGED", ())
+          patch.setattr(wrapopt.keras._averages._last_file, "_MERGED", ())
         of.save_weights(path)
       if way == "earlier":
         without_owners(path)
@@ -1033,7 +1033,7 @@ def train_named(model, steps):
 
 
 def all_state(model):
-  for opt in [model.optimizer, *_steps.within(model.optimizer)]:
+  for opt in [model.optimizer, *_views.within(model.optimizer)]:
     getattr(opt, "_seed_unbegun", lambda: None)()
   return values(model.weights) + values(state(model.optimizer))
 
@@ -1115,8 +1115,8 @@ def test_a_state_tree_of_a_block_is_what_a_file_has(kind, tmp_path):
 def test_a_later_object_of_the_id_of_an_average_is_none():
   opt = train(make(MovingAverage("sgd", 0.5))).optimizer
   opt._store.state.has_new_values()
-  other = wrapopt.keras._average.Kept.of(keras.Variable([1.0]))
-  wrapopt.keras._average.states[id(other)] = opt._store.state
+  other = wrapopt.keras._variables.StateVariable.of(keras.Variable([1.0]))
+  wrapopt.keras._variables.states[id(other)] = opt._store.state
   other.assign([2.0])
   assert not opt._store.state.has_new_values()
   average, _ = opt._store.state.pairs()[0]

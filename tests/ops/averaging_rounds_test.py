@@ -18,7 +18,7 @@ from modes import tf1
 from modes import uncompiled_mode as mode  # pylint: disable=unused-import
 import numerics
 from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF
-from processes import run_python
+from processes import run_python, wait_until
 from threads import in_threads
 from wrapopt import _native
 from wrapopt import ops
@@ -570,20 +570,13 @@ def test_a_client_that_is_killed(tmp_path):
       with tf1.Session(f"grpc://{cluster.spec['ps'][0]}",
                        config=tf1.ConfigProto(
                            device_filters=["/job:ps"])) as session:
-        until(path.exists)
+        wait_until(path.exists, "nobody waits")
         time.sleep(SOON)
         assert session.run(record)[1] == 1
         victim.kill()
         # Its step is over on the server, too: the ticket is gone.
-        until(lambda: session.run(record)[1] == 0)
+        wait_until(lambda: session.run(record)[1] == 0, "an update is left")
         assert no_wait_is_left(lambda build: session.run(build()), handle)
-
-
-def until(condition):
-  deadline = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
 
 
 # Means

@@ -520,6 +520,7 @@ V, S = tf.Variable([1.]), tf.Variable([0.])
      "variables for each of the 2 decays, got 1."),
     ([], [V], [], ValueError, "`decay` must hold at least one decay, got "
      "none."),
+    ([S], [V], -0.5, ValueError, "`decay[0]` must be in [0, 1], got -0.5."),
     ([S], [1.0], 0.5, TypeError, "`values[0]` must be a variable, got 1.0."),
     ([[S], [None]], [V], [0.5, 0.5], TypeError, "`shadows[1][0]` must be a "
      "variable, got None."),

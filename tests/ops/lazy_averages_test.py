@@ -1,16 +1,8 @@
 """Averages of which a step moves only the touched rows."""
 
 import contextlib
-import ctypes
-import gc
 import itertools
-import mmap
-import os
-import re
-import subprocess
-import sys
 import threading
-import time
 import warnings
 
 import hypothesis
@@ -268,62 +260,6 @@ def test_subnormal_numbers_are_taken_for_zero():
   # The last: half of the distance to zero is subnormal, so it does not move.
   numerics.assert_same_bits(shadow.numpy()[:, 0],
                             np.float32([0, 1.5 * tiny, tiny]))
-
-
-@pytest.mark.cpu("is about the CPU's pages")
-@pytest.mark.parametrize("switch", ["on", "off"])
-def test_a_large_average_moves_to_huge_pages_in_the_background(switch):
-  """In another process, as the switch is read once."""
-  # What the kernel does for anybody, before Linux 6.1 nothing.
-  has_collapse = _collapse(mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE))
-  moved = subprocess.run(
-      [sys.executable, __file__], check=True, text=True,
-      stdout=subprocess.PIPE, env={
-          **os.environ, "WRAPOPT_HUGE_PAGES": switch,
-          "PYTHONPATH": os.pathsep.join(sys.path)}).stdout.split()[-1]
-  if switch == "on" and has_collapse:
-    assert int(moved) >= 14 << 20
-  else:
-    assert int(moved) == 0
-
-
-def _move_to_huge_pages():
-  """Prints how many bytes of an average and its table have moved."""
-  rows = 300_000  # 19 MB.
-  with tf.device("/cpu:0"):
-    shadow, value = (tf.Variable(tf.ones([rows, 16])) for _ in range(2))
-    value.assign(tf.random.stateless_normal([rows, 16], (1, 2)))
-    log_decays = tf.Variable(tf.zeros([rows + 2], tf.float64))
-  before = shadow.numpy().copy()
-  gc.collect()
-  bytes_before, moved = _in_huge_pages(), 0
-  ops.sparse_ema_update([shadow], [value], [log_decays], [[0, rows - 1]], 0.5)
-  is_on = os.environ["WRAPOPT_HUGE_PAGES"] == "on"
-  end = time.monotonic() + (60 if is_on else 1)
-  while moved < 14 << 20 and time.monotonic() < end:
-    time.sleep(0.05)
-    moved = _in_huge_pages() - bytes_before
-  after = shadow.numpy()
-  numerics.assert_same_bits(after[1:-1], before[1:-1])
-  np.testing.assert_allclose(
-      after[[0, -1]], (before + value.numpy())[[0, -1]] / 2, atol=1e-6)
-  print(moved)
-
-
-def _collapse(memory):
-  """Calls madvise(MADV_COLLAPSE); returns whether it works."""
-  memory[:] = bytes([1]) * len(memory)
-  at = (ctypes.c_char * len(memory)).from_buffer(memory)
-  page = 2 << 20
-  begin = -(-ctypes.addressof(at) // page) * page
-  madvise = ctypes.CDLL(None).madvise
-  return madvise(ctypes.c_void_p(begin), ctypes.c_size_t(page), 25) == 0
-
-
-def _in_huge_pages():
-  """Bytes of this process's memory that is no file's."""
-  with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
-    return 1024 * int(re.search(r"AnonHugePages:\s*(\d+) kB", file.read())[1])
 
 
 # Reading. both/averages_test.py has files of whole tables.
@@ -674,10 +610,6 @@ def test_threads_step_and_read_one_table():
   assert not errors
   np.testing.assert_array_equal(average, tf.zeros([64, 8]))
   np.testing.assert_array_equal(w[1:4], tf.fill([3, 8], -50.0))
-
-
-if __name__ == "__main__":
-  _move_to_huge_pages()
 
 
 # Tables that grow.

@@ -107,10 +107,10 @@ def functions(request):
   found = {}
   for name, code in disassemble(archive):
     # Such as "void wrapopt::Baseline<wrapopt::(anonymous namespace)::
-    # Arity<wrapopt::Adam, 3ul, 1ul, 8ul>::Step<float, float>, ...>(...)" or
+    # Arity<wrapopt::Adam, 3ul, 1ul, 8ul>::Loop<float, float>, ...>(...)" or
     # "... ::Baseline<wrapopt::(anonymous namespace)::RowSum<...>, ...>(...)".
     match = re.search(r"wrapopt::(\w+)<wrapopt::\(anonymous namespace\)::"
-                      r"(?:Arity<wrapopt::)?(\w+)(?:, \d[^>]*>::Step)?"
+                      r"(?:Arity<wrapopt::)?(\w+)(?:, \d[^>]*>::Loop)?"
                       r"<(?:wrapopt::)?(\w+), (?:wrapopt::)?(\w+)>, ", name)
     if match:
       found.setdefault(match.groups(), []).extend(code)

@@ -199,11 +199,12 @@ def mean(inputs, weights):
 
   Args:
     inputs: [contents].
-    weights: [float].
+    weights: [float]; or [int], and the sum is divided by that of these.
 
   Returns:
     Contents, with the float64 numbers of what is averaged.
   """
+  unit = sum(weights) if isinstance(weights[0], int) else 1
   last = inputs[-1]
   result = dict(last)
   for name, value in last.items():
@@ -212,7 +213,7 @@ def mean(inputs, weights):
       for of, weight in zip(inputs, weights):
         if weight:
           total = total + weight * np.asarray(of[name], np.float64)
-      result[name] = total
+      result[name] = total / unit
   return result
 
 

@@ -190,7 +190,7 @@ def settings(way, inner, schedule):
           **SCHEDULES[schedule]}
 
 
-def trajectory(run, inner, arguments, steps=200, sparse=False, **schedule):
+def trajectory(run, inner, arguments, steps=130, sparse=False, **schedule):
   """Trains by gradients at y, at a rate that changes; the model beside it.
 
   Yields:

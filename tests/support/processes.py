@@ -75,10 +75,11 @@ def marked(mark):
 
 
 def wait_until(condition, what):
-  deadline = time.monotonic() + 90
+  """Waits for up to 240 seconds; `what` is not so, or a function tells it."""
+  deadline = time.monotonic() + 240
   while not condition():
-    assert time.monotonic() < deadline, what
-    time.sleep(0.1)
+    assert time.monotonic() < deadline, what() if callable(what) else what
+    time.sleep(0.02)
 
 
 def kill_in_the_middle(module, *args, least, log):

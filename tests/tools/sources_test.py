@@ -84,14 +84,19 @@ def test_what_is_allowed(file, line, allowed):
 
 # The layers of the code, from the lowest: a file needs none of a higher layer.
 LAYERS = [
-    r"cc/rules/", r"cc/engine/", r"cc/(protocols|ops|gpu)/", r"cc/kernels/",
-    r"cc/(native|xla)/",
+    r"cc/(rules/|old_glibc)", r"cc/engine/", r"cc/(protocols|ops|gpu)/",
+    r"cc/kernels/", r"cc/(native|xla)/",
     r"wrapopt/(_[a-z]\w+|sysconfig|version)\.py", r"wrapopt/ops/",
     r"wrapopt/_averages/", r"wrapopt/_gates/",
     r"wrapopt/lazy_adam\.py",  # It wraps no optimizer.
-    r"wrapopt/_v1/", r"wrapopt/_local/", r"wrapopt/\w+\.py",
-    r"wrapopt/checkpoints/", r"wrapopt/keras/", r"wrapopt/examples/",
-    r"wrapopt/bench/"]
+    r"wrapopt/_v1/_graphs/", r"wrapopt/_v1/_steps/",
+    r"wrapopt/_v1/_evaluation/", r"wrapopt/_v1/_averages/",
+    r"wrapopt/_v1/_workers/", r"wrapopt/_v1/", r"wrapopt/_local/",
+    r"wrapopt/\w+\.py", r"wrapopt/checkpoints/",
+    r"wrapopt/keras/_variables\.py", r"wrapopt/keras/_steps/",
+    r"wrapopt/keras/(_evaluation/|batch_norm\.py)",
+    r"wrapopt/keras/_averages/", r"wrapopt/keras/_(attributes|wrapper)\.py",
+    r"wrapopt/keras/", r"wrapopt/examples/", r"wrapopt/bench/"]
 
 
 def layer_of(path):

@@ -30,7 +30,6 @@ IMPORTS = {
     "keras.src.backend": ["name_scope"],
     "keras.src.backend.common.global_state": ["get_global_attribute"],
     "keras.src.models.functional": ["Functional"],
-    "keras.src.random.seed_generator": ["GLOBAL_SEED_GENERATOR"],
     "keras.src.saving.keras_saveable.KerasSaveable": [],
     "keras.src.saving.saving_lib": ["H5IOStore", "_save_state"],
     "keras.src.utils.python_utils": ["is_default", "pythonify_logs"],

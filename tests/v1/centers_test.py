@@ -12,8 +12,8 @@ from training import ancestors
 from training import assert_same_bits
 from training import graph_of
 from training import reads_of
-from wrapopt._v1 import _centers
-from wrapopt._v1 import _control_flow
+from wrapopt._v1._graphs import _control_flow
+from wrapopt._v1._workers import _centers
 
 tf1 = tf.compat.v1
 A, B, C = (f"/device:CPU:{i}" for i in range(3))

@@ -13,8 +13,8 @@ from training import MODES
 from training import graph_of
 from training import session_of
 from wrapopt import _composition
-from wrapopt._v1 import _step
 from wrapopt._v1 import _wrapper
+from wrapopt._v1._steps import _step
 
 tf1 = tf.compat.v1
 

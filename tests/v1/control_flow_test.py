@@ -10,7 +10,7 @@ import tensorflow as tf
 from modes import control_flow
 from threads import in_threads
 import wrapopt
-from wrapopt._v1 import _control_flow
+from wrapopt._v1._graphs import _control_flow
 
 tf1 = tf.compat.v1
 

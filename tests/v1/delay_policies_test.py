@@ -335,28 +335,10 @@ def test_an_embedding_in_a_graph(kind, lookups, policy):
             if op.inputs[0] is table.handle] == ["table/Read/ReadVariableOp"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_embedding_in_eager_mode(policy):
-  table = tf.Variable(np.arange(1.0, 13).reshape(6, 2) / 8)
-  start = table.numpy()
-  step = tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 5, global_step=step, policy=POLICIES[policy])
-  batches = [np.array([1, 1, 5, 4]), np.array([4, 1, 1, 4])]
-  taken = [opt.compute_gradients(
-      lambda b=b: loss_of(tf.nn.embedding_lookup(table, b)), [table])
-           for b in batches]
-  servers = [Server(POLICIES[policy], start=row) for row in start]
-  for pairs, batch in zip(taken, batches):
-    opt.apply_gradients(pairs)
-    for row in np.unique(batch):
-      servers[row].apply(
-          np.sum(batch == row) * Server.gradient(start[row]), start[row])
-  np.testing.assert_allclose(table.numpy(), [s.w for s in servers], rtol=1e-12)
-
-
 @pytest.mark.parametrize("make", [
     lambda: inner(0), lambda: inner(0.5), lambda: v1.AdamOptimizer(0.1),
-    lambda: v1.FtrlOptimizer(0.1), lambda: v1.RMSPropOptimizer(0.1)])
+    lambda: v1.FtrlOptimizer(0.1), lambda: v1.RMSPropOptimizer(0.1)],
+                         ids=["sgd", "momentum", "adam", "ftrl", "rms_prop"])
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_alone_a_worker_trains_as_without_a_policy(policy, dtype, make):

@@ -15,8 +15,8 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt
-from wrapopt._v1 import _centers
-from wrapopt._v1 import _elastic
+from wrapopt._v1._workers import _centers
+from wrapopt._v1._workers import _elastic
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 import wrapopt
 from wrapopt import _loader
-from wrapopt import ops
-from wrapopt._v1 import _fused
 from wrapopt import _lookup_cache
+from wrapopt import ops
+from wrapopt._v1._steps import _rules
 from wrapopt.ops import _apply
 from wrapopt.ops import _check
 from wrapopt.ops import _variables
@@ -59,7 +59,7 @@ class Counter:
 ASKED = [(_check, "dtype"), (_check, "shape"), (_check, "variable"),
          (_variables, "is_ref"), (ops, "is_ref_variable"),
          (_apply.Update, "_gradient_and_kind"),
-         (_fused, "gradient"), (v1.train.Optimizer, "get_slot"),
+         (_rules, "gradient"), (v1.train.Optimizer, "get_slot"),
          (v1.train.Optimizer, "_get_or_make_slot"),
          (wrapopt.MovingAverageOptimizer, "get_slot"),
          (tf, "convert_to_tensor")]
@@ -119,7 +119,7 @@ def test_two_lists_that_take_turns():
   # Velocities 1, 3/2, 7/4, 15/8 and their sum from 1.
   for v in variables:
     assert state(opt, v)[:2] == [1 - 6.125, 1.875]
-  cache = _fused._caches[opt._optimizer]
+  cache = _rules._caches[opt._optimizer]
   assert len(cache._facts) == 3
 
 
@@ -127,8 +127,8 @@ def test_many_lists_are_not_all_cached():
   opt, all_ = make(), variables_of(8)
   for i in range(1, 60):
     step(opt, [v for k, v in enumerate(all_) if i >> k & 1])
-  assert len(opt._cache._facts) == _lookup_cache._MOST
-  assert len(opt._cache._refs) == _lookup_cache._MOST
+  assert len(opt._averages._cache._facts) == _lookup_cache._MOST
+  assert len(opt._averages._cache._refs) == _lookup_cache._MOST
   before = state(opt, all_[0])
   step(opt, all_[:1])  # One that was forgotten.
   assert state(opt, all_[0])[1] == before[1] / 2 + 1
@@ -140,10 +140,10 @@ def test_many_lists_are_not_all_cached():
 def test_a_list_is_forgotten_with_a_variable():
   opt, variables = make(), variables_of()
   step(opt, variables)
-  caches = opt._cache, _fused._caches[opt._optimizer]
+  caches = opt._averages._cache, _rules._caches[opt._optimizer]
   assert [len(c._facts) for c in caches] == [1, 1]
-  [cached] = [x for x in _fused._caches[opt._optimizer].get(
-      variables).values() if isinstance(x, _fused._CachedUpdate)]
+  [cached] = [x for x in _rules._caches[opt._optimizer].get(
+      variables).values() if isinstance(x, _rules._CachedUpdate)]
   gone = [weakref.ref(variables[0]), weakref.ref(opt.average(variables[0])),
           weakref.ref(cached.update)]
   del variables[0], cached
@@ -268,7 +268,7 @@ def test_a_copy_has_an_empty_cache():
   opt, variables = make(), variables_of()
   step(opt, variables)
   copied = copy.deepcopy(opt)
-  assert not copied._cache._facts
+  assert not copied._averages._cache._facts
   step(copied, variables)
   step(opt, variables)
 

@@ -18,7 +18,7 @@ from modes import control_flow
 from training import ops_that_run
 from wrapopt import ops
 from wrapopt._loader import ops as raw
-from wrapopt._v1 import _centers
+from wrapopt._v1._workers import _centers
 
 tf1 = tf.compat.v1
 

@@ -332,44 +332,6 @@ def test_which_of_several_decays_is_swapped(kind, tmp_path, decay):
     assert session.run(state) == before
 
 
-NARROW = [tf.float16, tf.bfloat16]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("dtype", NARROW)
-def test_the_saver_of_a_float32_average(kind, tmp_path, dtype, sharded):
-  numpy = dtype.as_numpy_dtype
-  v = v1.get_variable("v", initializer=np.array([1, 3], numpy))
-  w = v1.get_variable("w", initializer=np.float32(0))
-  opt = wrap(0.999, shadow_dtype=tf.float32)
-  train = descend(opt, v, w)
-  saver = opt.swapping_saver(sharded=sharded)
-  state = [v, opt.average(v), w, opt.average(w)]
-  average = np.float32([1.001, 3.001])
-  with session_of() as session:
-    session.run(train)
-    before = session.run(state)
-    np.testing.assert_allclose(before[1], average, rtol=2e-7)
-    path = saver.save(session, str(tmp_path / "model"))
-    got = contents(path)
-    # Rounded to the dtype of `v`, for a plain Saver; and as it is.
-    name = "v" + AVERAGE
-    assert got.keys() == {"v", name, name + "/full_precision", "w",
-                          "w" + AVERAGE}
-    assert_same_bits(
-        [got["v"], got[name], got[name + "/full_precision"], got["w"]],
-        [before[1].astype(numpy), before[0].astype(np.float32), before[1],
-         before[3]])
-    session.run(train)
-    saver.restore(session, path)
-    assert_same_bits(session.run(state), before)
-  with graph_of(kind):
-    v = v1.get_variable("v", [2], dtype)
-    with v1.Session() as session:
-      v1.train.Saver().restore(session, path)
-      assert_same_bits([session.run(v)], [average.astype(numpy)])
-
-
 def test_the_saver_of_a_partitioned_float32_average(kind, tmp_path):
   v = v1.get_variable("v", [5], tf.bfloat16, v1.ones_initializer(),
                       partitioner=v1.fixed_size_partitioner(2))
@@ -551,19 +513,6 @@ def assert_seeded(session, model):
   # The slots were restored: the momentum is 1.5.
   assert session.run(model.a).tolist() == [7.5, 2.5]
   assert session.run(model.averages[0]).tolist() == [6.75, 1.75]
-
-
-@pytest.mark.parametrize("by_default_session", [False, True])
-def test_seeding_the_averages(kind, tmp_path, by_default_session):
-  del kind
-  path = bare_checkpoint(str(tmp_path / "model"))
-  model = Wrapped(INNER["momentum"])
-  saver = v1.train.Saver(
-      [v for v in v1.global_variables() if v not in model.opt.averages()])
-  with v1.Session() as session:
-    saver.restore(session, path)
-    model.opt.seed_averages(None if by_default_session else session)
-    assert_seeded(session, model)
 
 
 def test_seeding_initialized_averages_in_a_finalized_graph(kind, tmp_path):
@@ -1186,28 +1135,6 @@ def test_eager_evaluation_in_a_function():
   with opt.averaged_weights():
     assert evaluate(1.0) == 1
   assert evaluate(1.0) == 2
-
-
-def test_training_inside_is_refused():
-  w, step = tf.Variable([0.0, 0.0]), tf.Variable(0)
-  opt = wrap(0.5)
-  descend(opt, w)
-  # Also through a wrapper, and before anything else is done.
-  for outer in opt, wrapopt.CrossShardOptimizer(opt):
-    def take():
-      outer.apply_gradients([(-tf.ones_like(w), w)], step)
-
-    function = tf.function(take)
-    with opt.averaged_weights():
-      for train in take, function:
-        with pytest.raises(RuntimeError, match="apply_gradients " + IN_PLACE):
-          train()
-      assert w.numpy().tolist() == [0.5, 0.5]
-    assert w.numpy().tolist() == [1, 1]
-    assert opt.average(w).numpy().tolist() == [0.5, 0.5]
-    assert step.numpy() == 0
-  function()
-  assert (w.numpy().tolist(), step.numpy()) == ([2, 2], 1)
 
 
 def test_a_graph_is_built_while_eager_averages_are_in_place():

@@ -296,28 +296,6 @@ def test_the_inner_optimizer_is_not_changed():
   assert w.numpy() == 1.5
 
 
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("argument", ["average_decay", "num_updates"])
-@pytest.mark.parametrize("sparse", [["b"], ["a", "b"], []],
-                         ids=lambda names: f"sparse_{''.join(names)}")
-def test_a_callable_is_called_once_a_step(argument, sparse, mode, fused):
-  calls = []
-
-  def value():
-    calls.append(None)
-    return 0.5
-
-  x = np.zeros([3, 2], np.float32)
-  rows = (np.ones([1, 2], np.float32), np.int64([1]))
-  trace = train(
-      mode, lambda step: wrap(fused=fused, **{argument: value}),
-      {"a": x, "b": x}, [{n: rows if n in sparse else x for n in "ab"}] * 3)
-  # A tf.function traces its first call twice if it makes variables.
-  times = {"eager": 3, "function": trace.traces and trace.traces[-1]}
-  assert len(calls) == times.get(mode, 1)
-
-
 # Decays that are read in each step.
 
 
@@ -391,22 +369,6 @@ def test_decay_0_copies_and_decay_1_keeps(dtype, mode):
 
 
 # Graphs.
-
-
-@both_paths
-def test_a_step_is_one_op(kind, fused):
-  v = v1.get_variable("v", initializer=0.0)
-  step = v1.train.get_or_create_global_step()
-  train_op = descend(wrap(0.5, fused=fused), v, step=step)
-  assert isinstance(train_op, tf.Operation)
-  assert train_op.name == "train_with_avg"
-  # Who runs what is in the collection, does average.
-  assert v1.get_collection(v1.GraphKeys.TRAIN_OP) == [train_op]
-  [update] = ops_of_type(update_op(kind, fused))
-  assert update in ancestors(train_op)
-  with session_of() as session:
-    run(session, train_op)
-    assert session.run([v, step]) == [1, 1]
 
 
 @both_paths
@@ -897,37 +859,6 @@ def test_a_decay_that_there_is_not(call):
     call(opt, w)
 
 
-# The dtype of the averages.
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-def test_a_float32_average_moves_where_a_narrow_one_stalls(dtype, mode):
-  # From 1 towards 2 in steps of 1/1000: half a step of bfloat16 is 1/256, so
-  # that 1 + 1/1000 is 1. Of float16 it is 1/2048: that one moves, though not
-  # far enough.
-  times, decay = 20, 0.999
-  start, target = (np.full([4], x, dtype.as_numpy_dtype) for x in (1, 2))
-  got = {}
-  for shadow_dtype in None, tf.float32:
-    trace = train(
-        mode, lambda step: wrapopt.MovingAverageOptimizer(
-            SetTo(), decay, shadow_dtype=shadow_dtype),
-        {"w": start}, [{"w": target}] * times)
-    assert trace.values[-1][0].dtype == dtype
-    got[shadow_dtype] = trace.slots[-1]["ExponentialMovingAverage", 0]
-  assert got[None].dtype == dtype and got[tf.float32].dtype == np.float32
-  # Each step rounds thrice, and its rate once: numbers of at most 2.
-  want = 2 - np.float64(decay) ** times
-  np.testing.assert_allclose(
-      got[tf.float32], want, rtol=0,
-      atol=times * 4 * 2 * np.finfo(np.float32).eps / 2)
-  if dtype == tf.bfloat16:
-    assert (got[None] == 1).all()
-  else:
-    assert (np.abs(np.float64(got[None]) - want) > 1e-5).all()
-
-
 # Eager mode.
 
 
@@ -1144,36 +1075,6 @@ def test_slots_and_variables(kind):
   assert [x.op.name for x in opt.variables()] == [
       "beta1_power", "beta2_power", "v/Adam", "v/Adam_1",
       "v/ExponentialMovingAverage"]
-
-
-def test_compute_gradients_is_that_of_the_inner_optimizer():
-  calls = []
-
-  class Inner(v1.train.GradientDescentOptimizer):
-
-    def compute_gradients(self, *args, **kwargs):
-      calls.append((args, kwargs))
-      return super().compute_gradients(*args, **kwargs)
-
-    def apply_gradients(self, *args, **kwargs):
-      calls.append(kwargs)
-      return super().apply_gradients(*args, **kwargs)
-
-  with graph_of("resource"):
-    v = v1.get_variable("v", initializer=1.0)
-    loss = v * v
-    opt = wrapopt.MovingAverageOptimizer(Inner(0.25))
-    grad_loss = tf.constant(2.0)
-    step = v1.train.get_or_create_global_step()
-    opt.minimize(loss, step, [v], gate_gradients=0, aggregation_method=2,
-                 colocate_gradients_with_ops=True, name="n",
-                 grad_loss=grad_loss)
-  (args, kwargs), applied = calls
-  assert args == (loss,)
-  assert kwargs == dict(
-      var_list=[v], gate_gradients=0, aggregation_method=2,
-      colocate_gradients_with_ops=True, grad_loss=grad_loss)
-  assert applied == dict(global_step=step, name="n")
 
 
 # tf.distribute.

@@ -8,7 +8,7 @@ import tensorflow as tf
 from numerics import assert_same_bits
 from training import graph_of
 import wrapopt
-from wrapopt._v1 import _sessions
+from wrapopt._v1._graphs import _sessions
 
 tf1 = tf.compat.v1
 

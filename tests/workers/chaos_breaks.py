@@ -10,7 +10,7 @@ import tensorflow as tf
 import chaos_books
 from wrapopt import ops
 from wrapopt._local import _in_graph
-from wrapopt._v1 import _centers
+from wrapopt._v1._workers import _centers
 
 tf1 = tf.compat.v1
 

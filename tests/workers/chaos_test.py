@@ -7,13 +7,10 @@ kills and pauses for each class, and WRAPOPT_CHAOS_SEED repeats a plan of them.
 
 import os
 import random
-import sys
 
 import pytest
 
 import chaos
-import chaos_namespaces
-import processes
 
 SUBJECTS = ["gate", "model_average", "elastic_average"]
 SIGNALS = int(os.environ.get("WRAPOPT_CHAOS_SIGNALS", "34"))
@@ -41,16 +38,3 @@ def test_random_signals(subject, tmp_path):
   training.run(chaos.plan(SEED, SIGNALS))
   assert sum(n for (kind, _), n in training.signals.items()
              if kind in ("kill", "pause")) == SIGNALS
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_random_network_namespace(subject, tmp_path):
-  """The link is a pair of devices of the kernel."""
-  command, why = chaos_namespaces.command()
-  if command is None:
-    pytest.skip(f"no network namespaces: {why}")
-  done = processes.run_python(
-      *command[1:], sys.executable, "-m", "chaos_namespaces", subject,
-      str(tmp_path), str(SEED), "6", python=command[0])
-  print(done.stdout)
-  assert done.returncode == 0, done.stderr

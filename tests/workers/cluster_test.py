@@ -1,12 +1,12 @@
 """The gate in a real cluster: races, transferred bytes, a killed worker."""
 
 import re
-import time
 
 import pytest
 import tensorflow as tf
 
 import cluster_task
+from processes import wait_until
 import race
 from wrapopt import ops
 from wrapopt.examples import _cluster
@@ -109,13 +109,6 @@ def test_dropped_gradients_are_not_sent(cluster, fused, v2):
     assert ran(answer["dropped"], op) == 0
 
 
-def until(condition, what):
-  deadline = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < deadline, f"no {what} in 60 seconds"
-    time.sleep(0.05)
-
-
 # The last one: it costs a worker.
 def test_a_worker_that_is_killed_in_the_middle_of_an_update(cluster, tmp_path):
   *others, victim = workers(cluster)
@@ -142,17 +135,17 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_update(cluster, tmp_path):
   # The server must not wait for workers that are gone.
   with tf1.Session(target, graph=graph, config=tf1.ConfigProto(
       device_filters=["/job:ps"])) as session:
-    until(hangs.exists, "admitted update")
+    wait_until(hangs.exists, "no admitted update")
     assert session.run(record)[1] >= 1
     step_then = session.run(step)
-    until(lambda: session.run(step) > step_then + 5, "steps beside it")
+    wait_until(lambda: session.run(step) > step_then + 5, "no steps beside it")
     victim.kill()
     step_then = session.run(step)
-    until(lambda: session.run(step) > step_then + 5, "steps after it")
+    wait_until(lambda: session.run(step) > step_then + 5, "no steps after it")
     stop.touch()
     answers = [worker.answer() for worker in others]
     assert [a["dropped"] for a in answers] == [0, 0]
-    until(lambda: session.run(record)[1] == 0, "end of the dead update")
+    wait_until(lambda: session.run(record)[1] == 0, "no end of the dead update")
 
     # It never got to increment the step, and counts as one that was made.
     now, _ = session.run(record)

@@ -45,7 +45,7 @@ def found(*names):
 
 def test_each_step_is_counted_and_has_a_number_of_its_own():
   cases = found()["counts"]
-  assert len(cases) == 22
+  assert len(cases) == 14
   for name, got in cases.items():
     if name.startswith("Keras"):
       continue  # How many it loses depends on time.
@@ -86,7 +86,7 @@ def test_racing_steps_have_an_order_on_each_server(case):
   orders = np.array(list(itertools.permutations(range(n))))
   numbers = np.tile(orders, (len(orders), 1)).T
   orders = np.repeat(orders, len(orders), axis=0).T
-  for attempt in range(4):
+  for attempt in range(2):
     got = found()["races"][f"{case} {attempt}"]
     assert got["iterations"] == n
     # The weights are on two servers.

@@ -6,13 +6,13 @@ import json
 import os
 import random
 import signal
-import time
 
 import numpy as np
 import tensorflow as tf
 
 import local_kills_task as task
 from local_parts import FORKS, Oracle, Process
+from processes import wait_until
 
 
 class Job:
@@ -50,8 +50,9 @@ class Job:
 
   def wait_for_counted(self, name, known):
     """Waits until a worker counts in a round, after its first `known` lines."""
-    until(lambda: any(line.get("counted") for line in self.lines(name)[known:]),
-          lambda: f"{name} does not count; {self.exits()}")
+    wait_until(lambda: any(line.get("counted")
+                           for line in self.lines(name)[known:]),
+               lambda: f"{name} does not count; {self.exits()}")
 
   def exits(self):
     return {name: w.exitcode for name, w in self.workers.items()}
@@ -91,13 +92,6 @@ class Job:
       worker.join()
     for server in self.servers:
       server.kill()
-
-
-def until(condition, what):
-  deadline = time.monotonic() + 90
-  while not condition():
-    assert time.monotonic() < deadline, what()
-    time.sleep(0.02)
 
 
 def check(lines, kills):

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import multiprocessing
+import threading
 import time
 
 import numpy as np
@@ -94,6 +95,27 @@ class CodedOracle:
     _, moved, lost = codes.encode_values(
         update, np.float32(0), self.lost[part], self._dtype)
     return self.center[part] + moved, velocity, lost
+def run_all(*functions):
+  """Runs functions in threads: the list of their results."""
+  results = [None] * len(functions)
+
+  def run(i):
+    try:
+      results[i] = functions[i]()
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      results[i] = e
+
+  threads = [threading.Thread(target=run, args=(i,))
+             for i in range(len(functions))]
+  for t in threads:
+    t.start()
+  for t in threads:
+    t.join(120)
+    assert not t.is_alive(), "a worker waits for ever"
+  for result in results:
+    if isinstance(result, Exception):
+      raise result
+  return results
 
 
 # Processes are forked from one that has imported TensorFlow.
@@ -128,18 +150,21 @@ def _serve(port, pipe):
     time.sleep(1)
 
 
-def wait_alone(traced, address, pipe):
+def wait_alone(traced, address, pipe, overlap_steps=0):
   """A worker that waits for another until it is interrupted.
 
-  Sends the name of the exception, then what the worker has of its round.
+  Sends the name of the exception, then what the worker has of its round. With
+  `overlap_steps`, it sends "waits" first, and its program then ends.
   """
   w = tf.Variable([1.0, 2.0])
-  local = wrapopt.LocalSGD([w], [address], "alone", 2, 1,
-                           round_timeout_secs=600)
+  local = wrapopt.LocalSGD([w], [address], "alone", 2, 1 + overlap_steps,
+                           round_timeout_secs=600, overlap_steps=overlap_steps)
 
   def train():
-    for _ in tf.range(3):
+    for i in tf.range(3 + 2 * overlap_steps):
       w.assign_add([1.0, 1.0])
+      if overlap_steps and i == 2 * overlap_steps:
+        tf.py_function(lambda: pipe.send("waits"), [], [])
       local.step()
 
   try:

@@ -16,34 +16,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import FORKS, MOMENTUM, Oracle, Process, RATE, wait_alone
+from local_parts import (FORKS, MOMENTUM, Oracle, Process, RATE, run_all,
+                         wait_alone)
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _server
-
-
-def run_all(*functions):
-  """Runs functions in threads: the list of their results."""
-  results = [None] * len(functions)
-
-  def run(i):
-    try:
-      results[i] = functions[i]()
-    except Exception as e:  # pylint: disable=broad-exception-caught
-      results[i] = e
-
-  threads = [threading.Thread(target=run, args=(i,))
-             for i in range(len(functions))]
-  for t in threads:
-    t.start()
-  for t in threads:
-    t.join(120)
-    assert not t.is_alive(), "a worker waits for ever"
-  for result in results:
-    if isinstance(result, Exception):
-      raise result
-  return results
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}_servers")
@@ -56,6 +34,10 @@ def servers(request):
 def make(cls, variables, servers, worker, num_workers, **kwargs):
   kwargs = {"round_timeout_secs": 20, "sync_every": 2, **kwargs}
   return cls(variables, servers, worker, num_workers, **kwargs)
+
+
+def member(local):
+  return local._exchanges.fragments[0].member
 
 
 def grad(worker, round_, shape):
@@ -210,7 +192,7 @@ def test_rounds_go_on_without_workers_that_have_left(servers, how):
         seen.append((local.round, "".join(local.report.workers)))
         if (name, local.round) == ("a", 4):  # Alone.
           back.set()
-          lead = local._member._lead
+          lead = member(local)._lead
           wait_until(lambda: lead.state()[0].left == ("c",), "b is not back")
       if how == "leave":
         local.leave()
@@ -311,7 +293,7 @@ def test_a_worker_without_values_does_not_begin_the_grace():
   v.assign_add(v)  # Infinite in float16.
   thread = threading.Thread(target=bad.step)
   thread.start()
-  [lead] = good._member._servers
+  [lead] = member(good)._servers
   while lead.state()[1].without_values != ("bad",):
     pass
   w.assign([np.float16(3)])
@@ -391,7 +373,7 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
   try:
     watcher = make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
                    [server.address], "other", 2)
-    [lead] = watcher._member._servers
+    [lead] = member(watcher)._servers
     while lead.state()[0].workers != ("alone",):
       pass
     if stopped:
@@ -444,7 +426,7 @@ def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
   for error, cls in ((RuntimeError, tf.errors.FailedPreconditionError),
                      (ValueError, tf.errors.InvalidArgumentError),
                      (TypeError, tf.errors.InvalidArgumentError)):
-    monkeypatch.setattr(local._member, "sync", lambda *_, e=error: fails(e))
+    monkeypatch.setattr(member(local), "sync", lambda *_, e=error: fails(e))
     with pytest.raises(cls, match="no one reads this") as raised:
       step()
     assert str(raised.value).count("no one reads this") == 1
@@ -749,8 +731,8 @@ def test_examples_of_a_round_are_those_of_its_steps(in_graph, monkeypatch):
   w = tf.Variable([0.0])
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=5,
                weight="examples")
-  weights, sync = [], local._member.sync
-  monkeypatch.setattr(local._member, "sync", lambda vectors, weight: (
+  weights, sync = [], member(local).sync
+  monkeypatch.setattr(member(local), "sync", lambda vectors, weight: (
       weights.append(weight) or sync(vectors, weight)))
 
   @tf.function
@@ -787,7 +769,7 @@ def test_checkpoints(tmp_path, servers, dtype):
   w = tf.Variable([0.0] * 4)
   local = make_diloco(w, servers)
   train(local, w, 3)
-  errors = local._member.errors
+  errors = member(local).errors
   path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
   want = train(local, w, 2)
   # Later servers keep their center.
@@ -801,7 +783,7 @@ def test_checkpoints(tmp_path, servers, dtype):
   v.assign_add([100.0] * 4)
   again.step()  # Takes the center.
   assert again.round == 3
-  np.testing.assert_array_equal(again._member.errors, errors)
+  np.testing.assert_array_equal(member(again).errors, errors)
   np.testing.assert_array_equal(train(again, v, 2), want)
   if dtype and len(servers) < 3:  # Which have more numbers than one each.
     assert np.any(errors)
@@ -810,8 +792,8 @@ def test_checkpoints(tmp_path, servers, dtype):
         [tf.Variable([0.0] * 4)], [server_module.start().target
                                    for _ in servers], "b", 1, 2,
         dtype=dtype, checkpoint=path)
-    assert other.round == 3 and not other._member.errors
-    assert other._member.read("errors")[1][0].any()
+    assert other.round == 3 and not member(other).errors
+    assert member(other).read("errors")[1][0].any()
 
 
 @pytest.mark.parametrize("dtype, of, error", [
@@ -840,7 +822,7 @@ def test_codes_of_several_dtypes_in_a_function(servers):
     distance = rng.normal(size=500) + 0.5
     if r == 3:
       distance[400] = np.nan
-    center, errors = local._member.center, local._member.errors
+    center, errors = member(local).center, member(local).errors
     for v, d in zip(variables, np.split(distance, [300])):
       v.assign_add(tf.cast(d, v.dtype))
     statistic.assign([r, 1.0, 2.0])
@@ -848,9 +830,9 @@ def test_codes_of_several_dtypes_in_a_function(servers):
       with pytest.raises(tf.errors.InvalidArgumentError, match="No worker of"):
         step()
       local.take_center()
-      for got, want in zip(local._member.center, center):
+      for got, want in zip(member(local).center, center):
         np.testing.assert_array_equal(got, want)
-      assert local._member.errors is errors
+      assert member(local).errors is errors
       continue
     step()
     assert local.report.counted
@@ -955,7 +937,7 @@ def test_an_error_is_not_searched_for_names_of_ops():
   server = server_module.start()
   w = tf.Variable(1.0)
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
-  [server] = local._member._servers
+  [server] = member(local)._servers
   server.state()
   text = "{{node " + "[[{{" * 100_000
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import model_average_task
+from processes import wait_until
 from wrapopt.examples import _cluster
 
 WORKERS = 3  # With the chief.
@@ -48,20 +49,14 @@ class Job:
     reports = self.reports[job, number] = []
     task.tell("train", **{**self._options, **options})
     self.results[job, number] = self._pool.submit(task.answer, reports.append)
-    self.until(lambda: reports or self.results[job, number].done(),
-               f"session of {task.name}")
-
-  def until(self, condition, what):
-    deadline = time.monotonic() + 240
-    while not condition():
-      assert time.monotonic() < deadline, f"no {what} in 240 seconds"
-      time.sleep(0.02)
+    wait_until(lambda: reports or self.results[job, number].done(),
+               f"no session of {task.name}")
 
   def until_step(self, step, job, number=0):
     """Waits until a task has taken so many steps."""
-    self.until(lambda: (len(self.reports[job, number]) > step or
+    wait_until(lambda: (len(self.reports[job, number]) > step or
                         self.results[job, number].done()),
-               f"step {step} of {job} {number}")
+               f"no step {step} of {job} {number}")
 
   def result(self, job, number=0):
     return self.results[job, number].result(60)

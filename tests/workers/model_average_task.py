@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt._v1 import _sessions
+from wrapopt._v1._graphs import _sessions
 
 tf1 = tf.compat.v1
 

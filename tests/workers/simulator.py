@@ -2,7 +2,8 @@
 
 The workers run the real `_member.py` and `_server.py`, the servers the real
 rounds in C++. TensorFlow's session and the arithmetic of the kernels are
-models. In some schedules, one worker trains by a real DiLoCo. A seeded
+models. In some schedules, one worker trains by a real DiLoCo, maybe in
+fragments and with exchanges in the background. A seeded
 scheduler delays, loses and repeats calls; it kills, stops and restarts workers
 and servers. The same seed gives the same schedule:
 
@@ -35,6 +36,7 @@ import tensorflow as tf
 import _rounds
 import codes
 import wrapopt
+from wrapopt._local import _exchanges
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -64,9 +66,6 @@ FAULTS = {
     "interrupt": 1.0,  # A worker's call, by Ctrl-C.
     "restart_all": DEADLINE_SECS,  # The workers, from checkpoints.
 }
-_CODES = [None, tf.errors.AbortedError, tf.errors.CancelledError,
-          tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError,
-          tf.errors.InvalidArgumentError]
 
 
 class Violation(Exception):
@@ -86,7 +85,8 @@ class Leave(Exception):
 
 
 def error(code, text):
-  return _CODES[code](None, None, text)
+  return tf.compat.v1.errors.exception_type_from_error_code(code)(
+      None, None, text)
 
 
 def mapped(call, *args):
@@ -104,6 +104,7 @@ class Thread:
 
   def __init__(self, world, name, run):
     self.world, self.name, self._run = world, name, run
+    self.owner = self  # The one of the main thread of the process.
     self.baton = threading.Lock()
     self.baton.acquire()
     self.is_due = False
@@ -114,12 +115,14 @@ class Thread:
     self.stopped_until = 0.0
     self.stopped_secs = 0.0
     self.skew = 0.0
-    self.took_at = 0.0  # When it began to take its center.
-    self.member = None
-    self.errors, self.place = (), None  # Those of the codes, at a place.
-    self.is_unsure = False  # Whether its values count: the answer was lost.
+    self.members = []  # One for each fragment.
+    self.took_at = {}  # By Member: when it began to take its center.
+    self.tries = 0  # To make members.
+    # By Member: (its place, the errors of its codes), and whether it does not
+    # know if its values count, since the answer was lost.
+    self.errors, self.unsure = {}, {}
     self.turn = None  # The last one: (incarnation of the lead, its number).
-    # The names of workers: told last, and told before it entered.
+    # The fragments and names of workers: told last, and told before it entered.
     self.hears_left, self.knows_left = set(), set()
 
   def start(self):
@@ -170,6 +173,49 @@ class Thread:
         return
 
 
+class BackgroundCall(Thread):
+  """Stands for `_interrupts.Call`: another thread of the same process."""
+
+  def __init__(self, function):
+    owner = Session.world.current
+    self._function, self._outcome = function, None
+    super().__init__(owner.world, owner.name, BackgroundCall._call)
+    self.owner, self.skew = owner, owner.skew
+    self.hears_left, self.knows_left = owner.hears_left, owner.knows_left
+    self.world.background.append(self)
+    self.start()
+
+  is_killed = property(lambda self: self.owner.is_killed or self.owner.is_over,
+                       lambda *_: None)
+  stopped_until = property(lambda self: self.owner.stopped_until,
+                           lambda *_: None)
+
+  def _call(self):
+    try:
+      self._outcome = self._function(), None
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      self._outcome = None, e
+    self.owner.resume()
+
+  def wait(self):
+    me = self.owner
+    while self._outcome is None:
+      if me.interrupts:
+        me.interrupts, me.interrupted = False, self.world.now
+        raise KeyboardInterrupt()
+      me.block()
+
+  def result(self):
+    self.wait()
+    result, failed = self._outcome
+    if failed is not None:
+      raise failed
+    return result
+
+  def stop(self):
+    pass  # Nothing outlives a process.
+
+
 class Clock:
   """Stands for the module `time`."""
 
@@ -191,7 +237,9 @@ class Call:
 
   def __init__(self, worker, server, session, op, feeds):
     self.worker, self.server, self.session = worker, server, session
-    self.op, self.feeds = op, feeds
+    fragment, _, self.op = op.rpartition("/")
+    self.part, self.feeds = server.parts[int(fragment or 0)], feeds
+    self.tries = worker.owner.tries
     self.answer = None  # (value, error).
     self.cancel = None
     self.waits = True  # At the server.
@@ -234,22 +282,26 @@ class Session:
       if server.is_cut_from(me) or not server.answers:
         me.sleep(self._secs)
         if server.is_cut_from(me) or not server.answers:
-          raise error(3, "Deadline Exceeded")
+          raise error(tf.errors.DEADLINE_EXCEEDED, "Deadline Exceeded")
       self._incarnation = server.incarnation
-    op = fetches if isinstance(fetches, str) else fetches[0]
-    call = Call(me, server, self, op, feeds)
+    call = Call(me, server, self, fetches if isinstance(fetches, str) else
+                fetches[0], feeds)
     self._calls = [c for c in self._calls if c.answer is None] + [call]
     world.count_call(call)
-    me.is_unsure |= op == "arrive"
+    if call.op == "arrive":
+      me.owner.unsure[call.part.fragment] = True
     value, lost = self._wait(call, options.timeout_in_ms / 1000)
     world.count_call(call)
-    me.is_unsure &= op != "arrive" or lost is not None
+    if call.op == "arrive" and lost is None:
+      me.owner.unsure[call.part.fragment] = False
     if lost is not None:
       raise lost
-    if op == "state" and server.index == 0:
-      me.hears_left = {name.decode() for name in value[3] if value[2][0]}
-    elif op == "enter":
-      me.knows_left |= me.hears_left
+    i = call.part.fragment
+    if call.op == "state" and server.index == 0:
+      me.hears_left -= {(i, name) for name in world.names}
+      me.hears_left |= {(i, name.decode()) for name in value[3] if value[2][0]}
+    elif call.op == "enter":
+      me.knows_left |= {(j, name) for j, name in me.hears_left if j == i}
       me.turn = self._incarnation, value[0].split()[3]
     return value
 
@@ -257,7 +309,7 @@ class Session:
     world, me = self.world, self.world.current
     world.send(call)
     timer = world.at(world.now + secs, lambda: call.end(
-        lost=error(3, "Deadline Exceeded")))
+        lost=error(tf.errors.DEADLINE_EXCEEDED, "Deadline Exceeded")))
     while call.answer is None:
       if me.interrupts:
         me.interrupts, me.interrupted = False, world.now
@@ -291,31 +343,26 @@ class Known:
 
 
 class Server:
-  """A server: the rounds in C++, and a model of the kernels around them."""
+  """A server, with a part of each fragment."""
 
-  def __init__(self, world, index, num_workers):
-    self.world, self.index, self._num_workers = world, index, num_workers
+  def __init__(self, world, index, plan):
+    self.world, self.index = world, index
     self.incarnation = 0
     self.is_up = False
     self.stopped_until = 0.0
     self.cut = {}  # Until when, by worker.
     self.calls = {}  # Those that may have an answer, in order: keys.
-    self._ring = math.inf
+    self.parts = [Part(self, i, plan.num_workers)
+                  for i in range(plan.fragments)]
 
   def start(self):
     self.incarnation += 1
     self.is_up = True
-    self.rounds = _rounds.Server("sim", self._num_workers)
-    self.id = self.world.random_number()
-    self.job = 0
-    self.values, self.velocities, self.errors, self.codes = [], [], [], []
-    self.mean, self.weight = [], 0.0
-    self.opened = [self.world.now] * 2  # When the last round began, and this.
-    self._ring = math.inf
+    for part in self.parts:
+      part.start()
 
   def kill(self):
     self.is_up = False
-    self.rounds = None
     for call in list(self.calls):
       self.world.at(self.world.now + self.world.delay(), lambda call=call:
                     call.end(lost=tf.errors.UnavailableError(
@@ -337,40 +384,19 @@ class Server:
           None, None, "Connection refused"))
     if not self.answers:
       return world.at(self.stopped_until, lambda: self.deliver(call, replies))
-    if call.op in _NAMING and world.is_replaced(call.worker):
+    if call.op in _NAMING and (world.is_replaced(call.worker) or
+                               call.tries < call.worker.owner.tries):
       # The next process of a worker starts later than such a call arrives.
       return None
     if call.session.incarnation != self.incarnation:
-      return call.end(lost=error(1, "Session handle is not found"))
+      return call.end(
+          lost=error(tf.errors.ABORTED, "Session handle is not found"))
     def reply(value, lost):
       call.waits = False
       if replies:
         self._reply(call, value, lost)
     self.calls[call] = None
-    self.rounds.set_now(world.now)
-    try:
-      value = getattr(self, "_" + call.op)(call, reply, **{
-          k: v for k, v in call.feeds.items()})
-    except tf.errors.OpError as e:
-      reply(None, e)
-    else:
-      if value is not NotImplemented:
-        reply(value, None)
-    self._watch_timer()
-    if self.index == 0:
-      self._check_waits()
-
-  def _check_waits(self):
-    """A round does not wait for workers that have left."""
-    world, known = self.world, self.rounds.known()
-    if int(known.texts[0].split()[2]) or not known.workers or not any(
-        call.op == "close" and call.waits and call.feeds["place"] == known.place
-        for call in self.calls):
-      return
-    missing = world.names - {*known.workers}
-    if missing and all(world.must_know_left(w, known.workers) for w in missing):
-      raise Violation(f"round {known.place} of {known.workers} waits for "
-                      f"{missing}, who have left")
+    call.part.take(call, reply)
 
   def _reply(self, call, value, lost):
     world = self.world
@@ -385,18 +411,68 @@ class Server:
         call.end(value, lost)
     world.at(world.now + world.delay(), arrive)
 
+
+class Part:
+  """A fragment on a server: the rounds in C++, and a model of the kernels."""
+
+  def __init__(self, server, fragment, num_workers):
+    self.world, self.server, self.index = server.world, server, server.index
+    self.fragment, self._num_workers = fragment, num_workers
+    self._ring = math.inf
+
+  @property
+  def oracle(self):
+    return self.world.oracles[self.fragment]
+
+  def start(self):
+    self.rounds = _rounds.Server("sim", self._num_workers)
+    self.id = self.world.random_number()
+    self.job = 0
+    self.values, self.velocities = [], []
+    self.mean, self.weight = [], 0.0
+    self.opened = [self.world.now] * 2  # When the last round began, and this.
+    self._ring = math.inf
+
+  def take(self, call, reply):
+    """A call arrives."""
+    self.rounds.set_now(self.world.now)
+    try:
+      value = getattr(self, "_" + call.op)(call, reply, **call.feeds)
+    except tf.errors.OpError as e:
+      reply(None, e)
+    else:
+      if value is not NotImplemented:
+        reply(value, None)
+    self._watch_timer()
+    if self.index == 0:
+      self._check_waits()
+
+  def _check_waits(self):
+    """A round does not wait for workers that have left."""
+    world, known = self.world, self.rounds.known()
+    if int(known.texts[0].split()[2]) or not known.workers or not any(
+        call.op == "close" and call.part is self and call.waits and
+        call.feeds["place"] == known.place for call in self.server.calls):
+      return
+    missing = world.names - {*known.workers}
+    if missing and all(world.must_know_left(w, known.workers, self.fragment)
+                       for w in missing):
+      raise Violation(f"round {known.place} of {known.workers} waits for "
+                      f"{missing}, who have left")
+
   def _watch_timer(self):
     due = self.rounds.next_ring()
     if due < self._ring:
       self._ring = due
-      incarnation = self.incarnation
+      incarnation = self.server.incarnation
       self.world.at(due, lambda: self._ring_due(incarnation))
 
   def _ring_due(self, incarnation):
-    if incarnation != self.incarnation or not self.is_up:
+    server = self.server
+    if incarnation != server.incarnation or not server.is_up:
       return
-    if not self.answers:
-      self.world.at(self.stopped_until, lambda: self._ring_due(incarnation))
+    if not server.answers:
+      self.world.at(server.stopped_until, lambda: self._ring_due(incarnation))
       return
     self._ring = math.inf
     self.rounds.set_now(self.world.now)
@@ -456,7 +532,8 @@ class Server:
     def read(_):
       values = getattr(self, what)
       if not 0 <= first < first + count <= len(values):
-        raise error(4, f"index {first} of {len(values)}")
+        raise error(tf.errors.FAILED_PRECONDITION,
+                    f"index {first} of {len(values)}")
       return (self.rounds.known().place,
               np.concatenate(values[first:first + count]))
     return self._start(call, reply, read, what=_rounds.For.READ,
@@ -470,7 +547,8 @@ class Server:
     known = Known.read(known)
     restores = known.place[1] > self.rounds.known().place[1]
     if not restores and not self.values:
-      raise error(4, "must have a center before values are sent")
+      raise error(tf.errors.FAILED_PRECONDITION,
+                  "must have a center before values are sent")
     values = [feeds[key].copy() for key in ("float32", "float64")
               if key in feeds]
     if uint8 is not None:
@@ -500,7 +578,8 @@ class Server:
     if mapped(self.rounds.check_closed, known):
       self._add_to_mean()
       if not self.values or self.weight and len(self.mean) != len(self.values):
-        raise error(4, "must have a center and a mean before the step")
+        raise error(tf.errors.FAILED_PRECONDITION,
+                    "must have a center and a mean before the step")
       dtype = self.world.dtype
       for vectors in self.velocities, self.errors:
         vectors[:] = vectors or [np.zeros_like(v) for v in self.values]
@@ -516,7 +595,7 @@ class Server:
         self.values[i] = self.values[i] + update
       self.mean, self.weight = [], 0.0
       mapped(self.rounds.next)
-      self.world.oracle.stepped(self, known.place, Known.with_values(texts))
+      self.oracle.stepped(self, known.place, Known.with_values(texts))
     return self.rounds.known().place
 
   def _restore(self, call, reply, *, worker, from_generation, place, job, **_):
@@ -531,15 +610,15 @@ class Server:
       self.values, self.errors, self.velocities, self.codes = (
           values[:n], values[n:ends], values[ends:], [])
     if restored:
-      self.world.oracle.restored(self, before, bool(values))
+      self.oracle.restored(self, before, bool(values))
     return restored
 
 
 class Oracle:
-  """Computes each center by the rule, from what the members meant to send."""
+  """Computes each center of a fragment by the rule, from what was meant."""
 
-  def __init__(self, world):
-    self._world = world
+  def __init__(self, world, fragment):
+    self._world, self._fragment = world, fragment
     self.meant = {}  # (worker, round): [(vectors, weight, errors, thread)].
     self._held = {}  # (place, server): (center, velocity, errors).
     self._lives = {}  # The same: the incarnation of the server.
@@ -554,9 +633,9 @@ class Oracle:
 
   def mean_to_send(self, thread, vectors, weight):
     """Notes values, or what their codes tell, and what these lose."""
-    world, member, lost = self._world, thread.member, None
+    world, member, lost = self._world, thread.members[self._fragment], None
     if world.dtype and vectors is not None:
-      errors = thread.errors or [np.zeros_like(v) for v in vectors]
+      errors = member.errors or [np.zeros_like(v) for v in vectors]
       parts = [codes.encode_values(
           *(world.part(x, i) for x in (vectors, member.center, errors)),
           world.dtype)[1:] for i in range(world.num_servers)]
@@ -566,8 +645,11 @@ class Oracle:
 
   def check_errors(self, thread):
     """A worker takes errors over if the values that have them count."""
-    errors, old, member = thread.member.errors, thread.errors, thread.member
-    place, thread.errors, thread.place = thread.place, errors, member.place
+    if len(thread.members) <= self._fragment:
+      return
+    member = thread.members[self._fragment]
+    place, old = thread.errors.get(member, (None, ()))
+    thread.errors[member] = member.place, member.errors
     if place in (None, member.place) or not self._world.dtype:
       right = [old]
     else:
@@ -578,14 +660,14 @@ class Oracle:
                  if thread.name in workers}
       right = [lost for i, (_, _, lost, by) in enumerate(meant)
                if by is thread and i in counted] or [old]
-      if thread.is_unsure or member.place[1] != place[1]:
-        # Or the round has begun again.
+      if thread.unsure.pop(self._fragment, False) or (
+          member.place[1] != place[1]):  # Or the round has begun again.
         right = [old, *(x[2] for x in meant if x[3] is thread)]
-      thread.is_unsure = False
-    if not any(np.allclose(errors or [0], x or [0], rtol=0, atol=1e-5)
+    if not any(np.allclose(member.errors or [0], x or [0], rtol=0, atol=1e-5)
                for x in right):
-      raise Violation(f"{thread.name} keeps errors {errors} from {place} to "
-                      f"{member.place}, which should be one of {right}")
+      raise Violation(f"{thread.name} keeps errors {member.errors} from "
+                      f"{place} to {member.place}, which should be one of "
+                      f"{right}")
 
   def _record(self, server, velocity, first):
     lost = np.concatenate(server.errors or [
@@ -596,11 +678,11 @@ class Oracle:
     # One that was lost with its server, and that nobody holds, is forgotten.
     if key in self._held and not np.array_equal(
         self._held[key][0], center) and (
-            self._lives[key] == server.incarnation or
-            self._world.is_held(place)):
+            self._lives[key] == server.server.incarnation or
+            self._world.is_held(place, self._fragment)):
       raise Violation(f"server {server.index} has two centers of {place}")
     self._held[key] = center, velocity, lost
-    self._lives[key] = server.incarnation
+    self._lives[key] = server.server.incarnation
     centers = self._of_round.setdefault((place[0], server.index), {})
     centers.setdefault(center.tobytes(), first)
     self._jobs[place] = server.job
@@ -713,6 +795,8 @@ class Plan:
     self.num_workers = rng.choice([1, 2, 3, 3])
     # The worker that trains by a real DiLoCo, in each tenth schedule.
     self.trains = seed % 10 == 9 and f"w{seed // 10 % self.num_workers}"
+    self.fragments, self.overlap_steps = random.Random(f"{seed}").choice(
+        [(1, 0), (1, 1), (2, 0), (2, 1), (3, 1)]) if self.trains else (1, 0)
     self.dtype = random.Random(f"{seed} dtype").choice(
         [None, None, *codes.DTYPES])
     self.min_workers = rng.choice([1, 1, self.num_workers])
@@ -790,13 +874,13 @@ class World:
     self._worker_trouble = [0.0]
     self.num_servers = plan.num_servers
     self.dtype = plan.dtype
-    self.variables = [v._replace(dtype=tf.float32) if plan.dtype else v
-                      for v in _VARIABLES]
-    self._layout = _layout.Layout(self.variables, plan.num_servers, plan.dtype)
-    self.servers = [Server(self, i, plan.num_workers)
-                    for i in range(plan.num_servers)]
-    self.oracle = Oracle(self)
+    self.variable = (_VARIABLE._replace(dtype=tf.float32) if plan.dtype else
+                     _VARIABLE)
+    self.layout = _layout.Layout([self.variable], plan.num_servers, plan.dtype)
+    self.servers = [Server(self, i, plan) for i in range(plan.num_servers)]
+    self.oracles = [Oracle(self, i) for i in range(plan.fragments)]
     self._workers = {}
+    self.background = []  # BackgroundCalls.
     self.lost_at = self._all_lost_at = -1.0  # A server, all centers.
     self.is_skewed = plan.skew > 0
     self.names = {f"w{i}" for i in range(plan.num_workers)}
@@ -912,7 +996,7 @@ class World:
         server = call.server
         if call.cancel and server.answers and (
             server.incarnation == incarnation):
-          server.rounds.set_now(self.now)
+          call.part.rounds.set_now(self.now)
           call.cancel()
       self.at(self.now + self.delay(), cancel)
 
@@ -930,7 +1014,7 @@ class World:
       kind_of_call = call.op
       if call.op == "stage" and call.server.is_up and (
           generation(call.feeds["known"]) >
-          generation(call.server.rounds.known().texts)):
+          generation(call.part.rounds.known().texts)):
         kind_of_call = "stage to restore"
       n = self._calls_of[kind_of_call] = self._calls_of.get(
           kind_of_call, 0) + 1
@@ -956,7 +1040,7 @@ class World:
     if kind == "kill_worker":
       self._kill(worker, secs, None)
     elif kind == "restart_all":
-      saved = self.oracle.saved(self._rng)
+      saved = self._saved()
       for worker in self._workers.values():
         self._kill(worker, self._rng.uniform(0, secs), saved)
       for server in [[], [server], self.servers][target % 3]:
@@ -989,7 +1073,8 @@ class World:
     if not self.alive(worker):
       return
     worker.is_killed = True
-    worker.is_due or worker.resume()
+    for thread in [worker, *self.background]:
+      thread.owner is not worker or thread.is_due or thread.resume()
     self.trouble(secs, False)
     self.at(self.now + secs + 0.001,
             lambda: self._start_worker(worker.name, True, saved))
@@ -997,16 +1082,23 @@ class World:
   def _lose(self, server):
     server.kill()
     self.lost_at = self.now
-    if not any(s.is_up and s.rounds.known().place[0] > 0 for s in self.servers):
+    if not all(any(
+        s.is_up and s.parts[i].rounds.known().place[0] > 0
+        for s in self.servers) for i in range(self._plan.fragments)):
       self._all_lost_at = self.now
 
-  def is_replaced(self, worker):
-    return self._workers[worker.name] is not worker
+  def _saved(self):
+    """For each fragment (round, center, velocities); None if one has none."""
+    saved = [oracle.saved(self._rng) for oracle in self.oracles]
+    return None if None in saved else saved
 
-  def is_held(self, place):
+  def is_replaced(self, worker):
+    return self._workers[worker.name] is not worker.owner
+
+  def is_held(self, place, fragment):
     """Whether a worker holds the center of a place."""
-    return any(w.member is not None and w.member.place == place
-               for w in self._workers.values())
+    return any(m.place == place for w in self._workers.values()
+               for m in w.members[fragment:fragment + 1])
 
   def alive(self, worker):
     return not worker.is_killed and not worker.is_over
@@ -1014,16 +1106,16 @@ class World:
   # Workers.
 
   def num_pieces(self, server):
-    return len(self._layout.pieces[server])
+    return len(self.layout.pieces[server])
 
   def part(self, vectors, server):
     return np.concatenate([vectors[p.group][p.begin:p.end]
-                           for p in self._layout.pieces[server]])
+                           for p in self.layout.pieces[server]])
 
   def whole(self, parts):
     """The vectors with these parts, one of each server."""
-    vectors = self._layout.empty()
-    for part, pieces in zip(parts, self._layout.pieces):
+    vectors = self.layout.empty()
+    for part, pieces in zip(parts, self.layout.pieces):
       for p in pieces:
         vectors[p.group][p.begin:p.end] = part[:p.end - p.begin]
         part = part[p.end - p.begin:]
@@ -1050,15 +1142,15 @@ class World:
   def _work(self, me):
     plan, rng = self._plan, self._rng
     index = int(me.name[1:])
-    trainer = (Training if me.name == plan.trains else self._member)(me, plan)
-    initial = [np.array([rng.random() for _ in x], x.dtype)
-               for x in self._layout.empty()]
+    trainer = (Training if me.name == plan.trains else Trainer)(me, plan)
+    initial = [[np.array([rng.random() for _ in x], x.dtype)
+                for x in self.layout.empty()] for _ in self.oracles]
     while not self._try(me, lambda: trainer.start(initial, me.saved)):
       pass
-    member = me.member
-    if me.saved and member.place[0] < me.saved[0]:
-      raise Violation(f"{me.name} with a checkpoint of round {me.saved[0]} "
-                      f"starts in {member.place}")
+    for member, saved in zip(me.members, me.saved or ()):
+      if member.place[0] < saved[0]:
+        raise Violation(f"{me.name} with a checkpoint of round {saved[0]} "
+                        f"starts in {member.place}")
     rounds = 0
     while self._quiet_rounds is not None:
       if me.name in self._leaves and rounds >= self._leaves[me.name][0]:
@@ -1066,42 +1158,32 @@ class World:
       rounds += 1
       secs = plan.train_secs[index] if self._quiet_since is None else 0.5
       me.sleep(secs * (0.5 + rng.random()))
+      i = min(range(plan.fragments), key=lambda i: me.members[i].place[0])
+      member, oracle = me.members[i], self.oracles[i]
       vectors = [c + np.array([rng.uniform(-1, 1) for _ in c], c.dtype)
                  for c in member.center]
       if self._quiet_since is None and rng.random() < plan.not_finite:
         vectors = None
       weight = float(1 + index)
       before = member.place
-      self.oracle.mean_to_send(me, vectors, weight)
-      report = self._try(me, lambda: trainer.sync(vectors, weight))
+      oracle.mean_to_send(me, vectors, weight)
+      report = self._try(me, lambda: trainer.sync(i, vectors, weight))
       if not report:
         self._try(me, lambda: (
-            trainer.restore(*me.saved) if me.saved else trainer.start(None)))
+            trainer.restore(me.saved) if me.saved else trainer.start(None)))
         continue
       if report.counted and not any(
           me.name in workers
-          for place, workers in self.oracle.members.items()
+          for place, workers in oracle.members.items()
           if place[0] == before[0]):
         raise Violation(f"{me.name} is said to count in {before}")
       self._note_round(me, report)
 
-  def _member(self, me, plan):
-    job = _server.Job(me.resumes)
-    servers = [
-        SimulatedServer(f"s{i}", "sim", me.name, "", plan.num_workers,
-                        self._layout, i, job)
-        for i in range(plan.num_servers)]
-    me.member = _member.Member(
-        me.name, servers, self._layout, _member.Rules(
-            plan.min_workers, DEADLINE_SECS, plan.grace, plan.most_pushes,
-            RATE, MOMENTUM))
-    return me.member
-
   def _leave(self, me, trainer):
     incarnation = self.servers[0].incarnation
     for worker in self._workers.values():  # It may have left and come back.
-      worker.hears_left.discard(me.name)
-      worker.knows_left.discard(me.name)
+      for known in worker.hears_left, worker.knows_left:
+        known -= {(i, me.name) for i in range(self._plan.fragments)}
     if not self._try(me, trainer.leave):
       return
     _, secs, way, faults = self._leaves.pop(me.name)
@@ -1117,11 +1199,11 @@ class World:
     me.sleep(secs)
     self._has_left.pop(me.name, None)
 
-  def must_know_left(self, name, members):
+  def must_know_left(self, name, members, fragment):
     """Whether the lead must know that a worker has left."""
     return name in self._has_left and (
         self._has_left[name] == self.servers[0].incarnation or any(
-            name in self._workers[w].knows_left for w in members
+            (fragment, name) in self._workers[w].knows_left for w in members
             if w in self._workers))
 
   def _note_round(self, me, report):
@@ -1140,7 +1222,7 @@ class World:
   def _try(self, me, call):
     """Calls a method of Member, and checks how it ends."""
     begun, stopped = self.now, me.stopped_secs
-    before = me.member and me.member.place
+    before = [(m, m.place) for m in me.members]
     failed = result = None
     try:
       result = call() or True
@@ -1155,29 +1237,34 @@ class World:
       lead = self.servers[0]
       if me.turn and max(self._server_trouble) < begun and (
           lead.incarnation == me.turn[0] and
-          me.turn[1] in lead.rounds.known().texts[0].split()[5:]):
+          me.turn[1] in lead.parts[0].rounds.known().texts[0].split()[5:]):
         raise Violation(f"{me.name} keeps its turn after Ctrl-C") from None
       if self._rng.random() < 0.5:
         raise Leave(1.0) from None
       return self._try(me, call)
-    member = me.member
-    self.oracle.check_errors(me)
-    self._say(me.name, "done", member.place, failed or "")
+    places = [m.place for m in me.members]
+    for oracle in self.oracles:
+      oracle.check_errors(me)
+    self._say(me.name, "done", *places, failed or "")
     if me.interrupted is not None:
       raise Violation(f"Ctrl-C does not end a call of {me.name}")
     took = self.now - begun - (me.stopped_secs - stopped)
-    if took > DEADLINE_SECS + SLACK_SECS:
+    if took > len(places) * (DEADLINE_SECS + SLACK_SECS):
       raise Violation(f"{me.name} waited {took:.1f} s; {failed}") from failed
-    if before and member.place[0] < before[0]:
-      raise Violation(f"{me.name} went from {before} to {member.place}")
+    for m, was in before:
+      if was and m.place[0] < was[0]:
+        raise Violation(f"{me.name} went from {was} to {m.place}")
     if failed is None:
-      if member.place != before:
-        me.took_at = begun
-      self.oracle.check_center(member, before)
+      before = dict(before)
+      for m, oracle in zip(me.members, self.oracles):
+        if m.place != before.get(m):
+          me.took_at[m] = begun
+        oracle.check_center(m, before.get(m))
       return result
     if any(x in str(failed) for x in ("begun anew", "another job")) and (
         self._may_begin_anew(me, begun) or
-        self.oracle.is_of_checkpoint(member.place)):
+        any(oracle.is_of_checkpoint(place)
+            for oracle, place in zip(self.oracles, places))):
       raise Leave(1.0) from failed
     if not isinstance(failed, tf.errors.DeadlineExceededError):
       raise Violation(f"{me.name}: {failed!r}") from failed
@@ -1187,28 +1274,34 @@ class World:
     if not self._may_fail(me, begun, failed):
       raise Violation(f"{me.name} has no reason for: {failed}") from failed
 
-  def _holders(self):
-    """The workers that hold a center of the latest round."""
-    latest = max(s.rounds.known().place[0] for s in self.servers if s.is_up)
-    return [w.name for w in self._workers.values() if (
+  def _is_held(self, fragment):
+    """Whether a worker holds its center of the latest round."""
+    latest = max(s.parts[fragment].rounds.known().place[0]
+                 for s in self.servers if s.is_up)
+    return any(
         self.alive(w) and w.name not in self._has_left and
-        w.member and w.member.place and w.member.place[0] >= latest)]
+        m.place and m.place[0] >= latest
+        for w in self._workers.values()
+        for m in w.members[fragment:fragment + 1])
 
   def _may_begin_anew(self, me, begun):
     """Whether others may have begun anew without this worker's center."""
-    if me.member.place is None or self._all_lost_at < me.took_at:
+    took = [me.took_at.get(m, 0.0) for m in me.members if m.place]
+    if not took or self._all_lost_at < min(took):
       return False
     # It was in no call, had trained nothing, or waited for a session and a call
     # that hung.
-    return self._all_lost_at < begun or me.member.place[0] == 0 or (
+    return self._all_lost_at < begun or any(
+        m.place and m.place[0] == 0 for m in me.members) or (
         max(self._server_trouble + self._worker_trouble) > self.now - 10)
 
   def _may_fail(self, worker, begun, failed):
     if self._quiet_rounds is None:
       return True
-    if "have lost their center" in str(failed) and not self._holders():
+    if "have lost their center" in str(failed) and not all(
+        map(self._is_held, range(self._plan.fragments))):
       # No worker knows better: do what the error says.
-      worker.saved = worker.saved or self.oracle.saved(self._rng)
+      worker.saved = worker.saved or self._saved()
       if worker.saved and self._rng.random() < 0.5:
         return True
       for server in self.servers:
@@ -1218,7 +1311,8 @@ class World:
       self.trouble(0.0)
       return True
     unknown = [w for w in sorted(self._gone)
-               if not self.must_know_left(w, self.names)]
+               if not all(self.must_know_left(w, self.names, i)
+                          for i in range(self._plan.fragments))]
     if "but needs" in str(failed) and unknown:
       # The lead was lost before it has told others.
       for name in unknown:
@@ -1256,6 +1350,7 @@ class World:
     _training._member = types.SimpleNamespace(
         Member=_new_member, Rules=_member.Rules)
     _server._interrupts = types.SimpleNamespace(run=self._run_call)
+    _exchanges._interrupts = types.SimpleNamespace(Call=BackgroundCall)
     for server, when in zip(self.servers, plan.server_starts):
       self.at(when, server.start)
       self._server_trouble.append(when)
@@ -1270,9 +1365,9 @@ class World:
       self._check_end()
     except Exception as e:  # pylint: disable=broad-exception-caught
       self.fail(e)
-    for worker in self._workers.values():
+    for worker in [*self._workers.values(), *self.background]:
       if not worker.is_over:
-        worker.is_killed = True
+        worker.owner.is_killed = True
         worker.baton.release()
         self._main.baton.acquire()
     return self.violation
@@ -1310,13 +1405,12 @@ class World:
     if self.violation is not None:
       return
     self.rounds_done = self.round
-    for server in self.servers:
-      known = server.rounds.known()
-      alive = known.texts[0].split()[5:]
-      if server.rounds.staged():
-        raise Violation(f"server {server.index} holds "
-                        f"{server.rounds.staged()} workers' values")
-      if server.index == 0 and alive:
+    for part in itertools.chain(*(s.parts for s in self.servers)):
+      alive = part.rounds.known().texts[0].split()[5:]
+      if part.rounds.staged():
+        raise Violation(f"server {part.index} holds "
+                        f"{part.rounds.staged()} workers' values")
+      if part.index == 0 and alive:
         raise Violation(f"turns {alive} live on")
 
 
@@ -1329,20 +1423,56 @@ class _Same(dict):
 class SimulatedServer(_server.Server):
   """The real one without a graph."""
 
-  def _build(self, *_):
+  def _build(self, name, *_):
+    prefix = name.partition("/")[2] + "/"  # The fragment.
     self._fed = _Same()
-    for name in ("state", "arrive"):
-      setattr(self, "_" + name, [name])
-    self._enter = types.SimpleNamespace(known="enter")
-    for name in ("join", "release", "leave", "follow", "close", "step",
-                 "restore"):
-      setattr(self, "_" + name, name)
+    for op in ("state", "arrive"):
+      setattr(self, "_" + op, [prefix + op])
+    self._enter = types.SimpleNamespace(known=prefix + "enter")
+    for op in ("join", "release", "leave", "follow", "close", "step",
+               "restore"):
+      setattr(self, "_" + op, prefix + op)
     self._stage = dict.fromkeys(
-        [None, tf.float32, tf.float64, tf.uint8], "stage")
+        [None, tf.float32, tf.float64, tf.uint8], prefix + "stage")
     self.look = lambda: f"{self.address} is simulated"
-    self._center = {(tf.float32, "center"): ["center"],
-                    (tf.float64, "center"): ["center"],
-                    (tf.uint8, "codes"): ["codes"]}
+    self._center = {(tf.float32, "center"): [prefix + "center"],
+                    (tf.float64, "center"): [prefix + "center"],
+                    (tf.uint8, "codes"): [prefix + "codes"]}
+
+
+class Trainer:
+  """A worker that takes part in rounds by the Members of its fragments."""
+
+  def __init__(self, me, plan):
+    self._members = me.members
+    layout = me.world.layout
+    for i in range(plan.fragments):
+      job = _server.Job(me.resumes)
+      servers = [
+          SimulatedServer(f"s{s}", _settings.name_of("sim", i), me.name, "",
+                          plan.num_workers, layout, s, job)
+          for s in range(plan.num_servers)]
+      me.members.append(_member.Member(
+          me.name, servers, layout, _member.Rules(
+              plan.min_workers, DEADLINE_SECS, plan.grace, plan.most_pushes,
+              RATE, MOMENTUM)))
+
+  def start(self, initial, saved=None):
+    begins = initial is not None
+    for i, m in enumerate(self._members):
+      m.start(initial[i] if begins else None, saved and saved[i])
+      begins = begins and np.array_equal(initial[i], m.center)
+
+  def sync(self, i, vectors, weight):
+    return self._members[i].sync(vectors, weight)
+
+  def restore(self, saved):
+    for m, of_fragment in zip(self._members, saved):
+      m.restore(*of_fragment)
+
+  def leave(self):
+    for m in self._members:
+      m.leave()
 
 
 class DiLoCo(wrapopt.DiLoCo):
@@ -1352,83 +1482,97 @@ class DiLoCo(wrapopt.DiLoCo):
 
 
 class Training:
-  """A worker that trains variables by DiLoCo. Its methods are Member's."""
+  """A worker that trains variables by DiLoCo, with the methods of a Trainer."""
 
   def __init__(self, me, plan):
     self._me, self._plan, self._local = me, plan, None
+    v = me.world.variable
     self._variables = [tf.Variable(tf.zeros(v.shape, v.dtype))
-                       for v in me.world.variables]
+                       for _ in range(plan.fragments)]
 
   def start(self, initial, saved=None):
     if initial is None:
       self._local.take_center()
+      self._is_first = True
       return self._check()
     me, plan = self._me, self._plan
-    self._assign(initial)
+    for v, (x,) in zip(self._variables, initial):
+      v.assign(x)
     resumes, me.resumes = me.resumes, True  # If this fails.
+    me.members.clear()
+    me.tries += 1
+    self._is_first = True
     self._local = DiLoCo(
         self._variables, [f"s{i}" for i in range(plan.num_servers)], me.name,
-        plan.num_workers, sync_every=2, min_workers=plan.min_workers,
-        round_timeout_secs=DEADLINE_SECS,
+        plan.num_workers, sync_every=2 * plan.fragments,
+        min_workers=plan.min_workers, round_timeout_secs=DEADLINE_SECS,
         grace_secs=plan.grace if plan.grace < math.inf else None,
         weight="examples", outer_learning_rate=RATE, outer_momentum=MOMENTUM,
         dtype=plan.dtype, most_pushes=plan.most_pushes, name="sim",
-        resume=resumes, checkpoint=saved)
+        resume=resumes, checkpoint=saved, fragments=plan.fragments,
+        overlap_steps=plan.overlap_steps)
     self._check()
 
-  def _assign(self, vectors):
-    for v, x in zip(self._variables, vectors):
-      v.assign(x)
-
   def _check(self):
-    if not all(np.array_equal(v.numpy(), x) for v, x in zip(
-        self._variables, self._me.member.center)):
+    if not all(np.array_equal(v.numpy(), m.center[0]) for v, m in zip(
+        self._variables, self._me.members)):
       raise Violation(f"{self._me.name} has not the center in its variables")
 
-  def sync(self, vectors, weight):
+  def sync(self, i, vectors, weight):
     local, before = self._local, self._local.report
-    is_first = not int(local._steps.numpy())  # Else an error came between.
-    if is_first:
-      self._assign([np.nan * c if vectors is None else x + (v.numpy() - c)
-                    for v, c, x in zip(self._variables, self._me.member.center,
-                                       vectors or self._me.member.center)])
-      local.step(weight - 1)
+    weight -= local._exchanges.fragments[i].examples
+    weight -= int(local._examples.numpy())
+    if self._is_first:  # Else an error came between.
+      self._is_first = False
+      v, (c,) = self._variables[i], self._me.members[i].center
+      v.assign(c * np.nan if vectors is None else
+               vectors[0] + (v.numpy() - c))
+      if not int(local._steps):
+        local.step(weight - 1)
+        weight = 1
+    else:
+      weight = 0
     try:
-      local.step(int(is_first))
+      local.step(weight)
+      if local._exchanges._exchange:
+        self._me.sleep(self._me.world.delay())
+        local.step(0)
     except tf.errors.InvalidArgumentError as e:
       if "No worker of round" not in e.message:
         raise
     else:
       self._check()
+      self._is_first = True
     if local.report is before:  # It took the center instead.
-      return _member.Report(local.round, False, (), (), 0.0, 0, 0)
+      round_ = self._me.members[i].place[0]
+      return _member.Report(round_, False, (), (), 0.0, 0, 0)
     return local.report
 
-  def restore(self, round_, center, velocities, lost):
-    tensors = {"round": round_, "variables": [
-        v.write() for v in self._local._described]}
-    for what, vectors in (
-        ("center", center), ("velocity", velocities), ("error", lost)):
-      tensors.update((f"{what}_{g}", x) for g, x in enumerate(vectors))
-    self._local._restore_from_tensors(
+  def restore(self, saved):
+    local = self._local
+    rounds, *vectors = zip(*saved)
+    tensors = {"round": rounds,
+               "variables": [v.write() for v in local._described]}
+    for what, of in zip(("center", "velocity", "error"), vectors):
+      tensors[f"{what}_0"] = np.concatenate([x for x, in of])
+    local._restore_from_tensors(
         {key: tf.constant(x) for key, x in tensors.items()})
-    self._local.take_center()
-    self._check()
+    self.start(None)
 
   def leave(self):
     self._local.leave()
 
 
 def _new_member(*args):
-  me = Session.world.current
-  me.member = _member.Member(*args)
-  return me.member
+  member = _member.Member(*args)
+  Session.world.current.members.append(member)
+  return member
 
 
 _REPEATABLE = ("state", "join", "arrive", "release", "leave", "follow", "step",
                "restore")
 _NAMING = ("join", "enter", "leave")  # These tell the process of a name.
-_VARIABLES = [_settings.Variable("v", [5], tf.float64, False)]
+_VARIABLE = _settings.Variable("v", [5], tf.float64, False)  # Of a fragment.
 
 
 def run(seed, faults=None, verbose=False):

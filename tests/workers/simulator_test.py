@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import simulator
 from wrapopt._local import _codes
+from wrapopt._local import _exchanges
 from wrapopt._local import _member
 from wrapopt._local import _server
 from wrapopt._local import _training
@@ -217,16 +218,26 @@ def interrupt_is_taken_for_a_lost_server(patch):
 def examples_of_a_round_count_in_the_next(patch):
   assign = _training.LocalTraining._assign
   patch.setattr(
-      _training.LocalTraining, "_assign", lambda self, state: assign(
-          self, [state[0], self._examples.numpy(), *state[2:]]))
+      _training.LocalTraining, "_assign", lambda self, turn, state: assign(
+          self, turn, [state[0], self._examples.numpy(), *state[2:]]))
 
 
 def values_trained_from_an_old_center_count(patch):
-  sync = _training.LocalTraining._sync
-  patch.setattr(
-      _training.LocalTraining, "_sync",
-      lambda self, steps, examples, held, *values: sync(
-          self, steps, examples, self.round, *values))
+  due = _exchanges.Exchanges.next
+  patch.setattr(_exchanges.Exchanges, "next", lambda self, *_: due(
+      self, *(f.round for f in self.fragments)))
+
+
+def failed_exchange_is_merged(patch):
+  """As if it had succeeded."""
+  result = simulator.BackgroundCall.result
+
+  def anyway(self):
+    try:
+      return result(self)
+    except tf.errors.OpError:
+      return _member.Report(0, False, (), (), 0.0, 0)
+  patch.setattr(simulator.BackgroundCall, "result", anyway)
 
 
 def turn_is_kept(patch):
@@ -276,7 +287,8 @@ BREAKS = [
     worker_comes_back_as_the_same_process, values_that_are_not_finite_count,
     interrupt_is_taken_for_a_lost_server,
     examples_of_a_round_count_in_the_next,
-    values_trained_from_an_old_center_count, turn_is_kept, lead_steps_first]
+    values_trained_from_an_old_center_count, failed_exchange_is_merged,
+    turn_is_kept, lead_steps_first]
 
 
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)

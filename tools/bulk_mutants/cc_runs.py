@@ -40,8 +40,7 @@ class Units:
     (copy / "cc/gpu/images.inc").touch()  # No GPU.
     find = lambda pattern: sorted(
         str(path.relative_to(copy)) for path in copy.glob(pattern))
-    self._engine = [x for of in folders(copy) for x in find(f"{of}/*.cc")
-                    if "old_glibc" not in x]
+    self._engine = [x for of in folders(copy) for x in find(f"{of}/*.cc")]
     # {library: (its units, options of the linker, files of tests)}.
     self._libraries = {
         "wrapopt/_wrapopt_native.so": (

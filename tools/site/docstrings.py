@@ -81,9 +81,9 @@ class Markdown(griffe.Extension):
     # Methods of Keras wrappers that a class lists: functions of a module.
     for name, member in list(cls.members.items()):
       module, _, function = str(getattr(member, "value", "")).partition(".")
-      if function and function == name and module.startswith("_"):
+      if function and function == name and module in cls.parent.imports:
         cls.members[name] = griffe.Alias(
-            name, f"{cls.parent.parent.path}.{module}.{function}", parent=cls)
+            name, f"{cls.parent.imports[module]}.{function}", parent=cls)
 
   def on_object(self, *, obj, **kwargs):
     if obj.docstring:

@@ -1,5 +1,5 @@
 """Averages of weights, for the optimizers of TensorFlow 1 and of Keras."""
 
-from wrapopt._averages import _registered
+from wrapopt._averages import _registration
 
-del _registered
+del _registration

@@ -25,8 +25,8 @@ from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.util import object_identity
 
 from wrapopt import ops
-from wrapopt._averages import _derived
-from wrapopt._averages import _in_place
+from wrapopt._averages import _absence
+from wrapopt._averages import _derivation
 from wrapopt._averages import _replicas
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
@@ -51,7 +51,7 @@ def is_lazy(average):
 def stored(average):
   """The variable that holds an average, for code that has settled it."""
   return (average.rows
-          if isinstance(average, (LazyAverage, _derived.Derived))
+          if isinstance(average, (LazyAverage, _derivation.Derived))
           else average)
 
 
@@ -217,7 +217,7 @@ class LazyAverage(trackable.Trackable):
 
   def read_value(self):
     """The average now: a tensor."""
-    _in_place.check(self.rows)
+    _absence.check(self.rows)
     if not tf.executing_eagerly():
       if save_context.in_save_context():
         return self._read_rows()

@@ -1,9 +1,9 @@
-"""The fate of averages in a step, for all optimizers.
+"""Where the averages of a step are moved: in its op or after it.
 
-A wrapper says as data which averages a step must update: `Averages`. Whoever
-takes the step makes a `Plan` before it. The plan alone decides for each
-variable whether its averages move in the pass of a native op or after the step,
-and in all rows or only in those that the step touches.
+A wrapper says as data which averages a step must update: `StepAverages`.
+Whoever takes the step makes a `Plan` before it. The plan alone decides for each
+variable whether its averages move in the native op or after the step, and in
+all rows or only in those that the step touches.
 
 A variable that is not averaged has None in place of each average. Of the
 variables of a step, those with averages move in one pass with them, and the
@@ -21,7 +21,7 @@ from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 
 
-class Averages(typing.NamedTuple):
+class StepAverages(typing.NamedTuple):
   """The averages that a step of an optimizer of tf.compat.v1 must update.
 
   Attributes:
@@ -80,7 +80,7 @@ def touches_few_rows(rule):
 
 
 class Plan:
-  """The fate of the averages in one step.
+  """Where each average is moved in one step, and in which rows.
 
   To make it brings other averages of the variables up to date, where rows lag
   behind: they could not catch up after the step.
@@ -90,7 +90,7 @@ class Plan:
   """
 
   def __init__(self, grads, variables, shadows_by_decay=(), *, rule=None,
-               rows_stay=False, all_rows=(), untrained=()):
+               only_touched=False, all_rows=(), untrained=()):
     """Plans a step, which comes next.
 
     Args:
@@ -99,17 +99,17 @@ class Plan:
       shadows_by_decay: For each decay, the averages of the variables, or None
         for one that is not averaged; or empty.
       rule: The name of the rule by which the step is taken, or None.
-      rows_stay: Whether nobody changes rows after the step that it does not
-        touch.
+      only_touched: Whether nobody changes other rows after the step than those
+        that it touches.
       all_rows: Positions of variables of which the step changes all rows.
-      untrained: As in `Averages`; or empty.
+      untrained: As in `StepAverages`; or empty.
     """
     self._grads, self._variables = grads, variables
     self._shadows, self._untrained = shadows_by_decay, untrained
     # For each variable its averages, if they move in the touched rows only.
     self._touched = [None] * len(variables)
     # A variable that is listed twice is updated twice.
-    if (shadows_by_decay and rows_stay and touches_few_rows(rule) and
+    if (shadows_by_decay and only_touched and touches_few_rows(rule) and
         any(issubclass(cls, tf.IndexedSlices)
             for cls in set(map(type, grads))) and
         len(set(map(id, variables))) == len(variables)):

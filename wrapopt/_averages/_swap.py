@@ -14,8 +14,8 @@ import weakref
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from wrapopt._averages import _derived
-from wrapopt._averages import _in_place
+from wrapopt._averages import _absence
+from wrapopt._averages import _derivation
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._loader import ops as _raw
@@ -30,7 +30,7 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 def _exchange(variable, average):
   """Whether the two can exchange their buffers."""
-  return (not isinstance(average, _derived.Derived) and
+  return (not isinstance(average, _derivation.Derived) and
           variable.dtype.base_dtype == _lazy.stored(average).dtype.base_dtype)
 
 
@@ -98,7 +98,7 @@ class SwappedIn:
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
     _occupied.add(self._variables)
-    _in_place.add(self._aside.averages)
+    _absence.add(self._aside.averages)
     self._exchanged = {id(v): s for v, s in pairs if _exchange(v, s)}
     self._holders = {id(s): v for v, s in pairs if _exchange(v, s)}
     self._aside.take()
@@ -135,7 +135,7 @@ class SwappedIn:
     self._aside.trade()
     _assign_groups(self._raw)
     replaced = self._aside.give_back()
-    _in_place.remove(self._aside.averages)
+    _absence.remove(self._aside.averages)
     _occupied.remove(self._variables)
     _check_unassigned(replaced)
     if changed:
@@ -156,7 +156,7 @@ def _groups(pairs):
   """
   groups = collections.defaultdict(list)
   for v, s in pairs:
-    is_alike = (isinstance(s, _derived.Derived) and s.alike is not None and
+    is_alike = (isinstance(s, _derivation.Derived) and s.alike is not None and
                 v.shape.num_elements() <= _SMALL)
     groups[(v.device, v.dtype, s.alike) if is_alike else id(v)].append((v, s))
   return list(groups.values())
@@ -166,10 +166,11 @@ def _read(xs, at_once=None):
   """The value of the variables or averages of a group; a vector of several."""
   first = xs[0]
   if len(xs) == 1:
-    return (first.read_value(at_once) if isinstance(first, _derived.Derived)
+    return (first.read_value(at_once) if isinstance(first, _derivation.Derived)
             else tf.convert_to_tensor(first))
-  return (first.read_packed(xs, at_once) if isinstance(first, _derived.Derived)
-          else _packed.read_packed(xs))
+  return (first.read_packed(xs, at_once)
+          if isinstance(first, _derivation.Derived) else
+          _packed.read_packed(xs))
 
 
 def _assign_groups(groups):

@@ -3,7 +3,7 @@
 Meanwhile the variables hold the optimizer's z, and the variables of z hold x.
 """
 
-from wrapopt._averages import _interpolated
+from wrapopt._averages import _interpolation
 from wrapopt._averages import _replicas
 
 
@@ -21,7 +21,7 @@ class Replica:
     variables: The variables, which hold y.
     z: The variables of their z.
     state: That of the state of the schedule.
-    schedule: A schedule of _interpolated.py.
+    schedule: A schedule of _interpolation.py.
     decays: The weight decay at y of each variable.
   """
 
@@ -38,12 +38,12 @@ class Replica:
   def begin(self, motion):
     """Puts z in place of y."""
     self._motion = motion
-    share = _interpolated.shared(self._state_before[_interpolated.SHARE],
+    share = _interpolation.shared(self._state_before[_interpolation.SHARE],
                                  self._schedule.momentum)
     for (v, z), (y, z_value), decay in zip(self._pairs, self._before,
                                            self._decays):
-      z.assign(_interpolated.x_of(y, z_value, share))
-      v.assign(_interpolated.start(y, z_value, motion, decay))
+      z.assign(_interpolation.x_of(y, z_value, share))
+      v.assign(_interpolation.start(y, z_value, motion, decay))
 
   def undo(self):
     """In eager mode, undoes `begin`, if it has run."""
@@ -55,7 +55,7 @@ class Replica:
     """Puts y in place of z, and notes the step."""
     for v, z in self._pairs:
       x, z_value = z.read_value(), v.read_value()
-      v.assign(_interpolated.y_of(x, z_value, self._motion,
+      v.assign(_interpolation.y_of(x, z_value, self._motion,
                                   self._schedule.momentum))
       z.assign(z_value)
     self._state.assign(self._motion.state)

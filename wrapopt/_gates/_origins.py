@@ -40,7 +40,7 @@ def is_in_place(tensor):
       tensor.op.inputs[0].dtype._is_ref_dtype)
 
 
-class Known:
+class TrainedVariables:
   """The variables that an optimizer trains. It holds none of them."""
 
   def __init__(self):

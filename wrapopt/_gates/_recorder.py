@@ -34,7 +34,7 @@ class Recorder:
   """
 
   def __init__(self, keeps_weights):
-    self.known = _origins.Known() if keeps_weights else None
+    self.known = _origins.TrainedVariables() if keeps_weights else None
     # The record of gradients for which none is found: in a graph, the name of
     # the graph's last one, or None once it has served; in eager mode, this
     # thread's last one.

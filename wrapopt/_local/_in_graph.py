@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt._loader import ops as raw
-from wrapopt._v1 import _centers
+from wrapopt._v1._workers import _centers
 from wrapopt.ops import _emit
 
 # The place that is open before the first generation: without the hook, a worker

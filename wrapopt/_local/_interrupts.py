@@ -92,53 +92,81 @@ def heeded():
     return
   if _main_frame() is _stuck:
     raise KeyboardInterrupt
-  _stuck, _here.since = None, count()
+  _stuck, since = None, count()
+  _here.is_over = lambda: count() > since
   try:
     yield
   except KeyboardInterrupt:
     _stuck = _main_frame()
     raise
   finally:
-    _here.since = None
+    _here.is_over = None
 
 
-def run(call, cancel):
-  """What `call` returns, which runs in another thread.
+class Call:
+  """A call in another thread.
+
+  `stop` ends it as Ctrl-C ends a call in the main thread.
+  """
+
+  def __init__(self, function):
+    self._done, self._stopped = threading.Event(), threading.Event()
+    self._outcome = None
+    threading.Thread(target=self._work, args=[function], daemon=True).start()
+
+  def _work(self, function):
+    _here.is_over = self._stopped.is_set
+    try:
+      self._outcome = function(), None
+    except BaseException as e:  # pylint: disable=broad-except
+      self._outcome = None, e
+    self._done.set()
+
+  def wait(self, secs=None):
+    """Waits for its end, at most `secs`, or until an interrupt comes.
+
+    Raises:
+      KeyboardInterrupt: If Ctrl-C has come. The call goes on.
+    """
+    is_over = getattr(_here, "is_over", None)
+    if is_over is None or secs is not None:
+      self._done.wait(secs)
+      return
+    while not is_over() and not self._done.wait(_POLL_SECS):
+      pass
+    if is_over():
+      raise KeyboardInterrupt
+
+  def result(self):
+    """What the function returns or raises; waits for it as `wait`."""
+    self.wait()
+    result, error = self._outcome
+    if error is not None:
+      raise error
+    return result
+
+  def stop(self):
+    self._stopped.set()
+    self.wait(2 * _END_SECS + 2 * _POLL_SECS)
+
+
+def run(function, cancel):
+  """What `function` returns, which runs in another thread.
 
   Args:
-    call: A function.
+    function: A function.
     cancel: A function that ends the call, if an interrupt comes.
 
   Raises:
     KeyboardInterrupt: If Ctrl-C has come.
   """
-  done = threading.Event()
-  outcome = []
-
-  def work():
-    try:
-      outcome[:] = call(), None
-    except BaseException as e:  # pylint: disable=broad-except
-      outcome[:] = None, e
-    done.set()
-
-  threading.Thread(target=work, daemon=True).start()
-  since = getattr(_here, "since", None)
+  call = Call(function)
   try:
-    if since is None:
-      done.wait()
-    else:
-      while count() == since and not done.wait(_POLL_SECS):
-        pass
-      if count() > since:
-        raise KeyboardInterrupt
+    call.wait()
   except BaseException:  # Also of what handles another signal.
     ending = threading.Thread(target=cancel, daemon=True)
     ending.start()
     ending.join(_END_SECS)
-    done.wait(_END_SECS)
+    call.wait(_END_SECS)
     raise
-  result, error = outcome
-  if error is not None:
-    raise error
-  return result
+  return call.result()

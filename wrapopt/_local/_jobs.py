@@ -32,6 +32,11 @@ class Part(typing.NamedTuple):
   idle_secs: int
   bytes: int
 
+  @property
+  def fragment(self):
+    """(its index, the number of fragments)."""
+    return _settings.Settings.read(self.settings)[0].fragment
+
 
 def parts(address):
   """A server's Parts, by name."""
@@ -48,6 +53,13 @@ def drop(address, name):
   return bool(_call(address, raw.wrapopt_averaging_drop, name))
 
 
+def drop_job(address, job):
+  """Drops the parts of all fragments of a job: whether there was one."""
+  return any([drop(address, name) for name, part in parts(address).items()
+              if name == job or ", fragment " in part.settings and
+              name == _settings.name_of(job, part.fragment[0])])
+
+
 def _call(address, op, *args):
   with tf.Graph().as_default() as graph, tf.device("/cpu:0"):
     fetches = op(*args)
@@ -59,7 +71,7 @@ class Center(typing.NamedTuple):
   """A center that was read.
 
   Attributes:
-    round: Its number, an int.
+    round: Its number, an int; of fragments, the sum of theirs.
     values: A list of NumPy arrays, in the order of the workers' `variables` and
       `averaged`: float64 for variables of float64, float32 for others.
     names: A list of the variables' names, in one of the workers.
@@ -92,8 +104,9 @@ def read_center(servers: Sequence[str], name: str, *,
     timeout_secs: How long to wait for a center, in seconds.
 
   Returns:
-    An object with the attributes `round`, `values` (a NumPy array for each
-    variable, in the order of the workers) and `names`.
+    An object with the attributes `round` (of `fragments`, the sum of their
+    rounds), `values` (a NumPy array for each variable, in the order of the
+    workers) and `names`.
 
   Raises:
     ValueError: If the servers are not all servers of the job, in its order.
@@ -103,6 +116,17 @@ def read_center(servers: Sequence[str], name: str, *,
   _server.check_addresses(servers)
   timeout_secs = _checks.number("timeout_secs", timeout_secs)
   deadline = time.monotonic() + timeout_secs
+  first, (_, fragments) = _wait_for(servers, name, timeout_secs, deadline)
+  centers = [first, *(
+      _wait_for(servers, _settings.name_of(name, i), timeout_secs, deadline)[0]
+      for i in range(1, fragments))]
+  return Center(sum(c.round for c in centers),
+                [x for c in centers for x in c.values],
+                [x for c in centers for x in c.names])
+
+
+def _wait_for(servers, name, timeout_secs, deadline):
+  """The Center of a fragment, and Part.fragment."""
   while True:
     got: dict[str, typing.Any] = {}
     try:
@@ -112,7 +136,7 @@ def read_center(servers: Sequence[str], name: str, *,
       center = _read(servers, [of.get(name) for of in got.values()],
                      timeout_secs)
       if center:
-        return center
+        return center, got[servers[0]][name].fragment
       lost = None
     except tf.errors.OpError as e:  # A server is lost, or the job was dropped.
       lost = e

@@ -38,6 +38,7 @@ class Report(typing.NamedTuple):
     secs: The time it took.
     sent: The number of bytes of values that this worker has sent.
     received: The number of bytes of values that it has received.
+    fragment: The index of the fragment of the variables.
   """
   round: int
   counted: bool
@@ -46,6 +47,7 @@ class Report(typing.NamedTuple):
   secs: float
   sent: int
   received: int
+  fragment: int = 0
 
 
 class Member:

@@ -5,6 +5,7 @@ differs. The rest of a line after a tab is told and not compared.
 """
 
 import json
+import re
 import typing
 
 import tensorflow as tf
@@ -53,6 +54,8 @@ class Settings(typing.NamedTuple):
     weight: The rule of weights.
     dtype: Of the codes that travel, or None.
     variables: A list of Variables: those that take outer steps come first.
+    fragment: (its index, the number of fragments), of which each has rounds of
+      its own.
   """
   rule: str
   servers: int
@@ -62,11 +65,15 @@ class Settings(typing.NamedTuple):
   weight: str
   dtype: typing.Optional[str]
   variables: list
+  fragment: tuple = (0, 1)
 
   def write(self, index):
     """The text for the server of that index."""
+    i, fragments = self.fragment
     return "\n".join([
-        f"class = {self.rule}", f"number of servers = {self.servers}",
+        f"class = {self.rule}" + (
+            f", fragment {i} of {fragments}" if fragments > 1 else ""),
+        f"number of servers = {self.servers}",
         # A server has one place: not two, and not another one of a worker that
         # lists the servers in another order.
         f"place in the list of servers = {index}",
@@ -82,7 +89,18 @@ class Settings(typing.NamedTuple):
     """(Settings, index) of a text."""
     (rule, servers, index, workers, rate, momentum, weight, dtype, _,
      *variables) = [line.split(" = ", 1)[1] for line in text.split("\n")]
+    rule, *fragment = re.split(", fragment | of ", rule)
     return cls(rule, int(servers), int(workers), float(rate), float(momentum),
                weight.strip("'"),
                None if dtype == "None" else dtype.strip("'"),
-               [Variable.read(v) for v in variables]), int(index)
+               [Variable.read(v) for v in variables],
+               tuple(map(int, fragment)) or (0, 1)), int(index)
+
+
+def name_of(job, fragment):
+  """The name that a fragment of a job has on the servers.
+
+  That of the first one is the name of the job. So the servers refuse workers
+  that differ in their number of fragments.
+  """
+  return f"{job}/{fragment}" if fragment else job

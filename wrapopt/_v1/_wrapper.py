@@ -6,11 +6,11 @@ from typing import Any, Optional
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt import _composition
-from wrapopt._v1 import _averaging
-from wrapopt._v1 import _slots
-from wrapopt._v1 import _step
+from wrapopt._types import Gradient, Loss, Operation, Variable
+from wrapopt._v1._averages import _averaging
+from wrapopt._v1._averages import _slots
+from wrapopt._v1._steps import _step
 
 
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):
@@ -52,7 +52,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       cls._has_own_step = "_take" not in vars(cls)
 
   # The protocol of wrappers, which calls from the outside to the inside. A
-  # wrapper overrides some of these methods. `_step.Innermost` ends the chain.
+  # wrapper overrides some of these methods. `_step.Inner` ends the chain.
 
   _has_own_step = False
 
@@ -89,9 +89,9 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     """
     return self._inner._recording(loss, global_step)
 
-  def _has_one_pass(self):
+  def _fuses(self):
     """Whether a native op can take the inner step and update averages."""
-    return self._inner._has_one_pass()
+    return self._inner._fuses()
 
   def _innermost(self):
     """The optimizer inside of all wrappers."""
@@ -108,7 +108,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     if isinstance(opt, WrapperOptimizer) and not (
         opt._has_own_step or "apply_gradients" in vars(opt)):
       return opt
-    return _step.Innermost(opt)
+    return _step.Inner(opt)
 
   # The public interface.
 
@@ -240,8 +240,9 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   # children and slots are also those of the wrapper.
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    return {**(self._averages.refusal.children() if self._averages is not None
-               and save_type == "checkpoint" else {}),
+    return {**(self._averages.write_check.children()
+               if self._averages is not None and save_type == "checkpoint"
+               else {}),
             **self._optimizer._trackable_children(save_type, **kwargs),
             **super()._trackable_children(save_type, **kwargs)}
 

@@ -27,13 +27,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from wrapopt._v1 import _fused
-from wrapopt._v1 import _step
+from wrapopt import ops
+from wrapopt._v1._steps import _rules
+from wrapopt._v1._steps import _step
 from wrapopt.bench import harness
 from wrapopt.bench import sets
 from wrapopt.lazy_adam import LazyAdamOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
-from wrapopt import ops
 
 _DECAY = 0.99
 _WIDTH = 64
@@ -143,7 +143,6 @@ def _contest(optimizer, ids, rows, count, mode):
   problem = make_problem(rows, count, ids, optimizer)
   training = MODES[mode](problem)
   check(problem, training)
-  harness.wait_for_huge_pages()
   batches = itertools.cycle(training.batches)
   contest.add({name: lambda step=step: step(next(batches))
                for name, step in training.steps.items()})
@@ -184,7 +183,7 @@ def _of_v1(problem, use_resource=True):
     if name == _WRAPOPT:
       return ours.apply_gradients(pairs)
     if name == _WITHOUT:  # wrapopt's op, without an average.
-      return _fused.apply_gradients(inner, _fused.rule_of(inner),
+      return _rules.apply_gradients(inner, _rules.rule_of(inner),
                                     _step.Step(pairs, None))
     done = inner.apply_gradients(pairs)
     if name == _STOCK:
@@ -348,7 +347,6 @@ def _catch_up(rows):
       value.assign(sets.numbers(value.shape, (1, 1)))
       shadow.assign(sets.numbers(value.shape, (2, 2)))
     catch_up()
-    harness.wait_for_huge_pages()
 
   def expected(name, before, after):
     del name, after

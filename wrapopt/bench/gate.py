@@ -39,8 +39,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
-from wrapopt._v1 import _fused
-from wrapopt._v1 import _step
+from wrapopt._v1._steps import _rules
+from wrapopt._v1._steps import _step
 from wrapopt.bench import harness
 from wrapopt.bench import sets
 from wrapopt.bench import step as step_bench
@@ -146,8 +146,8 @@ def graph(shapes):
                      lambda: tf.constant(1.0)).op
 
   trains = {
-      _UNGATED: _fused.apply_gradients(
-          inner, _fused.rule_of(inner), _step.Step(pairs, step)),
+      _UNGATED: _rules.apply_gradients(
+          inner, _rules.rule_of(inner), _step.Step(pairs, step)),
       "gated, admitted": gated(_ALL),
       _STOCK: inner.apply_gradients(pairs, step),
       _COND: compared(_ALL),
@@ -180,7 +180,7 @@ def prepare(task, names, shapes, wait):
   """Makes the variables and steps of all contenders, and checks the steps."""
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
-  from wrapopt.keras import _steps
+  from wrapopt.keras._steps import _views
 
   def waited():
     """0, after `wait` seconds in which the worker's cores are free."""
@@ -204,7 +204,7 @@ def prepare(task, names, shapes, wait):
       optimizer.build(weights)
       record = getattr(optimizer, "record_step", contextlib.nullcontext)
       if name == "ungated":
-        optimizer = _steps.followed(optimizer, [])
+        optimizer = _views.followed(optimizer, [])
 
     @tf.function
     def step():

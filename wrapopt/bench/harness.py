@@ -353,19 +353,6 @@ def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05,
   return seconds
 
 
-def wait_for_huge_pages():
-  """Waits until wrapopt's background thread has moved large arrays."""
-  def in_huge_pages():
-    with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
-      return re.search(r"AnonHugePages:\s*(\d+)", file.read())[1]
-
-  still, before, end = 0, None, time.monotonic() + 120
-  while still < 5 and time.monotonic() < end:
-    time.sleep(0.1)
-    now = in_huge_pages()
-    still, before = (still + 1 if now == before else 0), now
-
-
 class RemoteContender:
   """A contender that measures the time itself, such as in another process."""
 

@@ -38,8 +38,8 @@ import keras
 import tensorflow as tf
 
 import wrapopt
-from wrapopt._v1 import _fused
-from wrapopt._v1 import _step
+from wrapopt._v1._steps import _rules
+from wrapopt._v1._steps import _step
 from wrapopt.bench import harness
 from wrapopt.bench import sets
 
@@ -128,7 +128,7 @@ def _contest(name, optimizer, options):
       f"{sets.described(name)}, {optimizer}",
       {"set": name, "optimizer": optimizer}, _PEERS, Expected(), shapes)
   if optimizer in V1:
-    slots = len(_fused.rule_of(V1[optimizer]()).slots)
+    slots = len(_rules.rule_of(V1[optimizer]()).slots)
     written = {step: 1 + slots + k for step, k in STEPS.items()}
   else:
     written = {step: n for step, (_, n) in KERAS[optimizer].items()}
@@ -203,7 +203,7 @@ class Steps:
   def __init__(self, shapes, make):
     self.values, self.grads = variables(shapes), variables(shapes)
     self.opt = make()
-    self.rule = _fused.rule_of(self.opt)
+    self.rule = _rules.rule_of(self.opt)
     self.wrappers = {
         name: wrapopt.MovingAverageOptimizer(self.opt, list(_DECAYS[:k]),
                                              fused=True)
@@ -214,7 +214,7 @@ class Steps:
     if step in self.wrappers:
       return self.wrappers[step].apply_gradients(grads_and_vars)
     if step not in (_STOCK, _STOCK_EMA):
-      return _fused.apply_gradients(self.opt, self.rule,
+      return _rules.apply_gradients(self.opt, self.rule,
                                     _step.Step(grads_and_vars))
     update = self.opt.apply_gradients(grads_and_vars)
     if step == _STOCK:

@@ -57,9 +57,10 @@ All inputs are checked before anything is written: they must have the same
 variables, in the same shapes. Floating-point dtypes may differ. The checksums
 of TensorFlow's checkpoints and of `.keras` files are verified; HDF5 files have
 none. The output appears once it is complete and on the disk, or not at all.
-Variables are read one after the other. This takes a quarter of a gigabyte of
-memory, and a few times the largest variable in float64, whatever the number and
-the size of the inputs.
+Memory does not depend on the number and the size of the inputs. Variables of
+safetensors are summed in parts, by as many threads as there are processors,
+which takes some megabytes for each. Other formats take a few times the largest
+variable in float64, and with TensorFlow a quarter of a gigabyte.
 
 **Batch normalization.** The moving means and variances in an output do not fit
 its weights: `merge`, `lawa` and `ema` average those of the inputs, and
@@ -227,20 +228,20 @@ def merge(inputs: _Paths, output: _Path,
   with _opened([*([] if base is None else _paths(base)), *paths]) as sources:
     fitted = None if decay is None else _rate_decay.fit(
         sources[-len(paths):], decay, decay_steps, steps)
-    scaled = (_merge.checked_weights(weights, len(paths)) if fitted is None
-              else fitted.weights.tolist())
+    scaled, unit = (_merge.checked_weights(weights, len(paths))
+                    if fitted is None else (fitted.weights.tolist(), 1.0))
     if blend is not None:
       if len(sources) - len(paths) > 1:
         raise ValueError("`base` must be the path of one checkpoint, got "
                          f"{base!r}.")
-      scaled = [blend * weight for weight in scaled]
+      scaled, unit = [blend * weight / unit for weight in scaled], 1.0
       if base is None:
         scaled[-1] += 1 - blend
       else:
         scaled = [1 - blend, *scaled]
     _merge.weighted(sources, output, scaled, options, {
         "by": "merge", "decay": decay, "decay_steps": decay_steps,
-        "blend": blend})
+        "blend": blend}, unit)
   return fitted
 
 

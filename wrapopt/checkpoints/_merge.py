@@ -1,11 +1,13 @@
 """Weighted sums of checkpoints, one variable after the other."""
 
+import collections
 import concurrent.futures
 import contextlib
 import json
 import math
 import os
 import re
+import sys
 import typing
 
 import numpy as np
@@ -16,7 +18,9 @@ from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _source
 
-# The number of elements that are added at once.
+# The numbers of elements that a thread sums and that it adds at once, so that
+# they stay in the processor's caches.
+_PART = 1 << 18
 _BLOCK = 1 << 15
 
 # The number of differences that an error lists.
@@ -62,7 +66,7 @@ class Options(typing.NamedTuple):
   progress: typing.Any = None
 
 
-def weighted(inputs, output, weights, options=Options(), made=None):
+def weighted(inputs, output, weights, options=Options(), made=None, unit=1.0):
   """Writes a weighted sum of checkpoints.
 
   Args:
@@ -71,6 +75,7 @@ def weighted(inputs, output, weights, options=Options(), made=None):
     weights: A number for each input.
     options: Options.
     made: {name: value} of what else the output says of how it was made.
+    unit: The sum is divided by it: see `checked_weights`.
 
   Returns:
     Whether it was written.
@@ -86,8 +91,10 @@ def weighted(inputs, output, weights, options=Options(), made=None):
   rest = _formats.rest_of(last) if options.copy_rest else []
   # Inputs of weight 0 are not read.
   summed = [(s, weight) for s, weight in zip(inputs, weights) if weight != 0]
+  pace = _pace(inputs)
   if options.confirm and not options.confirm(
-      _plan(inputs, weights, summed, names, options.only)):
+      _plan(inputs, [w / unit for w in weights], summed, names, pace,
+            options.only)):
     return False
   for source in {last, *(s for s, _ in summed)}:
     with _files.naming(source.path, "cannot be read"):
@@ -104,12 +111,13 @@ def weighted(inputs, output, weights, options=Options(), made=None):
           total=sum(s.specs[name].nbytes for s, _ in summed for name in names),
           unit="B", unit_scale=True, desc=os.path.basename(output)
       )) if options.progress else None
-      for name, value in stack.enter_context(
-          contextlib.closing(_sums(summed, names, bar))):
-        # A minimum is NaN if a value is.
-        if not options.allow_nan and np.isnan(np.min(value, initial=0)):
-          raise _is_nan(name, summed)
-        sink.write(name, _rounded(value, last.dtype(name)))
+      for name, part, value in stack.enter_context(
+          contextlib.closing(
+              _sums(summed, unit, names, last, pace, options.allow_nan))):
+        sink.write(name, value, *part)
+        if bar is not None:
+          bar.update(value.size * sum(
+              s.specs[name].dtype.itemsize for s, _ in summed))
       for name in sorted(last.specs.keys() - {*names}):
         sink.copy(last, name)
       sink.add(rest)
@@ -117,16 +125,17 @@ def weighted(inputs, output, weights, options=Options(), made=None):
   return True
 
 
-def _plan(inputs, weights, summed, names, only):
+def _plan(inputs, weights, summed, names, pace, only):
   """The Plan of a weighted sum: see `weighted`."""
   last = inputs[-1]
   copied = {name: why_not(last, name, only)
             for name in sorted(last.specs.keys() - {*names})}
   of_copied = sum(last.specs[name].nbytes for name in copied)
-  # The sum, the value that is added, and the next one; or the rounded sum.
-  peak = max((spec.size * 8 + 2 * max(s.specs[name].nbytes for s, _ in summed)
-              for name, spec in last.specs.items() if name not in copied),
-             default=0)
+  most, threads, waiting = pace
+  # A sum, the value that is added, the rounded sum; and those that wait.
+  peak = max(min(most, last.specs[name].size) * (
+      threads * (8 + max(s.specs[name].dtype.itemsize for s, _ in summed)) +
+      (threads + waiting) * last.dtype(name).itemsize) for name in names)
   return Plan(
       [(s.path, float(weight)) for s, weight in zip(inputs, weights)], names,
       copied, of_copied + sum(
@@ -143,9 +152,9 @@ def _made(inputs, weights, options, made):
       "only": options.only})
 
 
-def _is_nan(name, summed):
-  """The error that a variable has the value NaN."""
-  of = [s.path for s, _ in summed if np.isnan(s.read(name)).any()]
+def _is_nan(summed, name, part):
+  """The error that a part of a variable has the value NaN."""
+  of = [s.path for s, _ in summed if np.isnan(s.read(name, *part)).any()]
   return ValueError(
       f"Variable '{name}' must have no NaN, got some in "
       f"{of[0] if of else 'the sum of infinite values'}. Leave "
@@ -153,34 +162,77 @@ def _is_nan(name, summed):
       "`allow_nan=True`, --allow-nan.")
 
 
-def _sums(summed, names, bar):
-  """Yields variables and their weighted sums in float64.
+def _pace(sources):
+  """How sums are computed.
+
+  Args:
+    sources: Sources. If one is not read in parts, variables are summed one by
+      one.
+
+  Returns:
+    The number of elements of a part, of threads, and of sums that may wait.
+  """
+  if all(source.in_parts for source in sources):
+    threads = len(os.sched_getaffinity(0))
+    return _PART, threads, 2 * threads
+  return sys.maxsize, 1, 1
+
+
+def _parts(size, most):
+  """The parts, as `Source.read` takes them, of at most `most` elements."""
+  return [()] if size <= most else (
+      (begin, min(begin + most, size)) for begin in range(0, size, most))
+
+
+def _sums(summed, unit, names, last, pace, allow_nan):
+  """Yields names, parts of variables, and their weighted sums, rounded.
 
   Args:
     summed: [(Source, weight)].
+    unit: As of `weighted`.
     names: The names of the variables.
-    bar: A progress bar, or None.
+    last: The Source that has the dtypes of the sums.
+    pace: A `_pace`.
+    allow_nan: Whether values may be NaN.
   """
-  reads = (source.read(name) for name in names for source, _ in summed)
-  with concurrent.futures.ThreadPoolExecutor(1) as reader:
-    coming = reader.submit(next, reads)
+  size, threads, count = pace
+  waiting = collections.deque()
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
     for name in names:
+      for part in _parts(last.specs[name].size, size):
+        waiting.append(pool.submit(
+            _sum, summed, unit, name, part, last.dtype(name), allow_nan))
+        if len(waiting) > count:
+          yield waiting.popleft().result()
+    for coming in waiting:
+      yield coming.result()
+
+
+def _sum(summed, unit, name, part, dtype, allow_nan):
+  """What `_sums` yields for one part."""
+  total = None
+  for source, weight in summed:
+    value = source.read(name, *part)
+    if total is None:
       # Nothing changes when it is added to -0, not even -0.
-      total = np.full(summed[0][0].specs[name].shape, -0.0)
-      for _, weight in summed:
-        # One value is read while the one before is added.
-        value, coming = coming.result(), reader.submit(next, reads, None)
-        _add(total.reshape(-1), value.reshape(-1), weight)
-        if bar is not None:
-          bar.update(value.nbytes)
-      yield name, total
+      total = np.full(value.shape, -0.0)
+    _add(total.reshape(-1), value.reshape(-1), weight)
+  if unit != 1:
+    with np.errstate(over="ignore", invalid="ignore"):
+      total /= unit
+  # A minimum is NaN if a value is.
+  if not allow_nan and np.isnan(np.min(total, initial=0)):
+    raise _is_nan(summed, name, part)
+  return name, part, _rounded(total, dtype)
 
 
 def _add(total, value, weight):
   """Adds a weighted array, in blocks that stay in the processor's cache."""
+  scratch = np.empty(min(_BLOCK, value.size))
   with np.errstate(over="ignore", invalid="ignore"):
     for begin in range(0, value.size, _BLOCK):
-      block = value[begin:begin + _BLOCK].astype(np.float64)
+      block = scratch[:value.size - begin]
+      block[:] = value[begin:begin + _BLOCK]
       block *= weight
       total[begin:begin + _BLOCK] += block
 
@@ -259,10 +311,12 @@ def check(inputs, only=None):
   if found:
     raise ValueError("\n".join([*found[:_MOST], *(
         [f"{len(found) - _MOST} more differences"] if found[_MOST:] else [])]))
+  most, *_ = _pace(inputs)
   for name, scale in last.quantized(names).items() if only is None else ():
     for source in inputs[:-1]:
-      if not np.array_equal(source.read(name).view(np.uint8),
-                            last.read(name).view(np.uint8)):
+      if not all(np.array_equal(source.read(name, *part).view(np.uint8),
+                                last.read(name, *part).view(np.uint8))
+                 for part in _parts(last.specs[name].size, most)):
         raise ValueError(
             f"The quantized variable '{name}', with the scale '{scale}', must "
             "be equal in all inputs, since no mean of quantized numbers is "
@@ -322,9 +376,15 @@ def why_not(source, name, only=None):
 
 
 def checked_weights(weights, count):
-  """Scales the weights of `count` inputs to a sum of 1: a list."""
+  """Scales the weights of `count` inputs, such as to a sum near 1.
+
+  Returns:
+    A list of weights, and their sum, in (0.5, 1]. The result must be divided by
+    the sum at the end: a sixth is no float64, and a mean of six that is halfway
+    between two numbers would always be rounded to the lower one.
+  """
   if weights is None:
-    return [1 / count] * count
+    weights = [1] * count
   weights = _checks.sequence("weights", weights)
   for weight in weights:
     if not _checks.is_number(weight) or not _is_finite(weight):
@@ -341,7 +401,13 @@ def checked_weights(weights, count):
   if not total > 0:
     raise ValueError("The sum of `weights` must be greater than 0, got "
                      f"{sum(weights):g}.")
-  return [weight / total for weight in scaled]
+  if abs(exponent) < 64 and math.isclose(
+      math.ldexp(total, exponent), 1, rel_tol=count * 2.0**-52):
+    return weights, 1.0  # Fractions, such as those that an output tells.
+  fraction, exponent = math.frexp(total)
+  exponent -= fraction == 0.5
+  return ([math.ldexp(weight, -exponent) for weight in scaled],
+          math.ldexp(total, -exponent))
 
 
 def _is_finite(number):

@@ -20,7 +20,7 @@ from wrapopt.checkpoints import _source
 
 _INDEX = ".safetensors.index.json"
 _FILE = ".safetensors"
-_CHUNK = 16 << 20
+_CHUNK = 1 << 20
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
@@ -130,12 +130,11 @@ class SafetensorsSink(_sink.Sink):
     os.posix_fallocate(self._open[path], 0, begin + end)
     _write_at(self._open[path], len(text).to_bytes(8, "little") + text, 0)
 
-  def write(self, name, value):
-    tensor = self._tensors[name]
+  def write(self, name, value, *part):
+    tensor, begin = self._tensors[name], part[0] if part else 0
     with self._writing():
-      _write_at(self._open[tensor.file],
-                np.ascontiguousarray(value).reshape(-1).view(np.uint8),
-                tensor.begin)
+      _write_at(self._open[tensor.file], value.reshape(-1).view(np.uint8),
+                tensor.begin + begin * value.itemsize)
 
   def copy(self, source, name):
     tensor, old = self._tensors[name], source.tensors[name]
@@ -173,6 +172,7 @@ class SafetensorsSource(_source.Source):
   Sink = SafetensorsSink
   endings = (_FILE, _INDEX)
   ending = _FILE
+  in_parts = True
 
   @classmethod
   def rule(cls, endings):
@@ -205,7 +205,6 @@ class SafetensorsSource(_source.Source):
 
   def __init__(self, path):
     super().__init__(path)
-    self._descriptors = {}
     self.tensors, self.metadata, self.index_metadata = {}, {}, {}
     if path.endswith(_INDEX):
       self._read_shards(path)
@@ -258,27 +257,22 @@ class SafetensorsSource(_source.Source):
 
   def read_bytes(self, name, at, nbytes):
     """Some bytes of a tensor, from number `at` on: an array of uint8."""
-    tensor = self.tensors[name]
-    if tensor.file not in self._descriptors:
-      self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY)
-    data = np.empty(nbytes, np.uint8)
-    done = 0
-    while done < nbytes:
-      got = os.preadv(self._descriptors[tensor.file], [data[done:]],
-                      tensor.begin + at + done)
-      if not got:
+    tensor, data = self.tensors[name], np.empty(nbytes, np.uint8)
+    # Several threads read, and there may be more shards than a process may have
+    # open files.
+    with open(tensor.file, "rb") as file:
+      file.seek(tensor.begin + at)
+      if file.readinto(data) < nbytes:
         raise EOFError("the file has become shorter")
-      done += got
     return data
 
-  def _read(self, name):
+  def _read(self, name, *part):
     spec = self.specs[name]
-    return self.read_bytes(name, 0, self.tensors[name].nbytes).view(
-        spec.dtype).reshape(spec.shape)
-
-  def close(self):
-    while self._descriptors:
-      os.close(self._descriptors.popitem()[1])
+    begin, end = part or (0, spec.size)
+    width = spec.dtype.itemsize
+    value = self.read_bytes(name, begin * width, (end - begin) * width).view(
+        spec.dtype)
+    return value if part else value.reshape(spec.shape)
 
 
 def _dtype(tensor):

@@ -52,8 +52,8 @@ class Sink:
     """A context whose errors name the output."""
     return _files.naming(self.path, "cannot be written")
 
-  def write(self, name, value):
-    """Writes a variable, an array."""
+  def write(self, name, value, *part):
+    """Writes a variable, an array; or a part of it, as `Source.read` reads."""
     raise NotImplementedError
 
   def copy(self, source, name):

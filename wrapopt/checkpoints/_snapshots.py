@@ -15,7 +15,7 @@ from wrapopt import moving_average
 from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
-from wrapopt._v1 import _interpolated
+from wrapopt._v1 import _interpolation
 from wrapopt._v1 import _wrapper
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
@@ -190,7 +190,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
   """
 
   def __init__(self, opt: Union[moving_average.MovingAverageOptimizer,
-                                _interpolated.InterpolatingOptimizer],
+                                _interpolation.InterpolatingOptimizer],
                directory: _Path, save_steps: int, dtype: Any = None, *,
                global_step: Optional[Variable] = None) -> None:
     """Makes the hook.

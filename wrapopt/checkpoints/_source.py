@@ -63,6 +63,8 @@ class Source:
     Sink: The class of a checkpoint of this format to write.
     endings: The endings of the names of main files. An output needs the first.
     ending: The ending of names that the program chooses.
+    in_parts: Whether threads may read parts of variables, and a Sink of the
+      format writes them.
     path: Its path.
     specs: {name of a variable: Spec}.
     note: The note of a snapshot, a dict, or None.
@@ -71,6 +73,7 @@ class Source:
   Sink: type[_sink.Sink]
   endings: tuple[str, ...]
   ending: str
+  in_parts = False
 
   @classmethod
   def owns(cls, path):
@@ -241,14 +244,19 @@ class Source:
       if _stamp(file) != stamp:
         raise _changed(file)
 
-  def read(self, name):
+  def read(self, name, *part):
     """The value of a variable: an array.
+
+    Args:
+      name: Its name.
+      *part: Nothing, or the numbers of the first element and of the one after
+        the last, of the flat array, in a format that is `in_parts`.
 
     Raises:
       OSError: If the variable cannot be read.
     """
     try:
-      return self._read(name)
+      return self._read(name, *part)
     except Exception as e:
       raise unread(name, self.path, e) from e
 

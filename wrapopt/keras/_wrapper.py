@@ -16,12 +16,11 @@ from wrapopt import _composition
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
-from wrapopt._averages import _unwritable
-from wrapopt.keras import _methods
-from wrapopt.keras import _of_inner
-from wrapopt.keras import _rules
-from wrapopt.keras import _steps
-from wrapopt.keras import _store
+from wrapopt.keras import _attributes
+from wrapopt.keras._averages import _store
+from wrapopt.keras._steps import _methods
+from wrapopt.keras._steps import _rules
+from wrapopt.keras._steps import _views
 from wrapopt.keras._variables import path_of, value_of
 
 
@@ -35,14 +34,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   Attributes:
     changes_weights: Whether `_follow` may change weights that the step did not.
       It then calls the step's `constrain`.
-    in_pass: Whether its work is done in the pass of a step that is one op.
+    in_op: Whether its work is done in the op, if the step is one op.
     is_gate: Whether `_admit` decides which steps are taken. It does not follow
       them.
     sum_duplicates: The argument of the wrapper.
   """
 
   changes_weights = False
-  in_pass = False
+  in_op = False
   is_gate = False
 
   # The `_averaging.Averages` that replace the weights, or None. Its class
@@ -60,8 +59,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
           "optimizer", "a Keras 3 optimizer, or its name or configuration",
           type(self), optimizer)
     _composition.check_in_keras(type(self), optimizer,
-                                _steps.within(optimizer))
-    for x in [optimizer, *_steps.within(optimizer)]:
+                                _views.within(optimizer))
+    for x in [optimizer, *_views.within(optimizer)]:
       _composition.check_import(f"`optimizer` of {type(self).__name__}", x,
                                 WrapperOptimizer)
       for name_of in ("apply", "apply_gradients"):
@@ -76,9 +75,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     # The inner optimizer's count replaces that of Keras's constructor.
     self._untrack_variable(self._iterations)
     vars(self)["_iterations"] = optimizer._iterations
-    # In an object that neither Keras nor TensorFlow tracks.
-    self._untracked = _Untracked(optimizer, _unwritable.Refusal(
-        self._check_writable))
+    self._inside = _Inside(optimizer)
     _methods.check(self, self._optimizers())
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     self._store = _store.Store(self)
@@ -86,13 +83,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   @property
   def inner_optimizer(self) -> keras.optimizers.Optimizer:
     """The optimizer that this wraps, as in Keras's LossScaleOptimizer."""
-    if _of_inner.is_asked_by_swap_ema_weights():
+    if _attributes.is_asked_by_swap_ema_weights():
       # It would go past this wrapper, into the inner optimizer. Without the
       # attribute, it reads `_model_variables_moving_average` here.
       raise AttributeError(
           "SwapEMAWeights must read averages of the wrapper, got a read of its "
           "inner_optimizer.")
-    return self._untracked.optimizer
+    return self._inside.optimizer
 
   def __dir__(self):
     # Keras saves what `dir` lists: the inner optimizer would be in files twice.
@@ -112,35 +109,35 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   def learning_rate(self, learning_rate):
     self.inner_optimizer.learning_rate = learning_rate
 
-  weight_decay = _of_inner.forwarded("weight_decay")
-  clipnorm = _of_inner.forwarded("clipnorm")
-  global_clipnorm = _of_inner.forwarded("global_clipnorm")
-  clipvalue = _of_inner.forwarded("clipvalue")
-  gradient_accumulation_steps = _of_inner.forwarded(
+  weight_decay = _attributes.forwarded("weight_decay")
+  clipnorm = _attributes.forwarded("clipnorm")
+  global_clipnorm = _attributes.forwarded("global_clipnorm")
+  clipvalue = _attributes.forwarded("clipvalue")
+  gradient_accumulation_steps = _attributes.forwarded(
       "gradient_accumulation_steps")
 
   @property
   def use_ema(self):
     """Whether an optimizer inside keeps Keras's own averages."""
-    if not _of_inner.is_made(self):
+    if not _attributes.is_made(self):
       return False
-    if _of_inner.is_asked_by_swap_ema_weights():
+    if _attributes.is_asked_by_swap_ema_weights():
       # It asks each optimizer of a MultiOptimizer around this; after a False,
       # the next one.
       for wrapper in self._wrappers():
         wrapper._refuse_swap_ema_weights()
-    return any(opt.use_ema for opt in _steps.innermost(self))
+    return any(opt.use_ema for opt in _views.innermost(self))
 
   @use_ema.setter
   def use_ema(self, value):
-    if _of_inner.is_made(self):  # Else, Keras's constructor sets it.
+    if _attributes.is_made(self):  # Else, Keras's constructor sets it.
       raise AttributeError(
           f"`use_ema` of a {type(self).__qualname__} must not be set, got "
           f"{value!r}. Pass it to the optimizer inside.")
 
   @property
   def loss_scale_factor(self):
-    if not _of_inner.is_made(self):
+    if not _attributes.is_made(self):
       return None
     scaling = self._loss_scaling()
     if scaling is None:
@@ -149,7 +146,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
 
   @loss_scale_factor.setter
   def loss_scale_factor(self, factor):
-    if not _of_inner.is_made(self):
+    if not _attributes.is_made(self):
       return
     # A LossScaleOptimizer of Keras sets it in its inner optimizer.
     if self._loss_scaling() is not None:
@@ -163,7 +160,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
 
   def _loss_scaling(self):
     """The LossScaleOptimizer inside, or None."""
-    return next((x for x in _steps.within(self)
+    return next((x for x in _views.within(self)
                  if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
 
   def scale_loss(self, loss):
@@ -171,7 +168,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
 
   def exclude_from_weight_decay(self, var_list=None, var_names=None):
     # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
-    for opt in _steps.innermost(self):
+    for opt in _views.innermost(self):
       opt.exclude_from_weight_decay(var_list, var_names)
 
   def finalize_variable_values(self, var_list: Any) -> None:
@@ -201,7 +198,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     for wrapper in self._wrappers():
       wrapper._refuse_swap_ema_weights()
     averages = {
-        opt._var_key(v): average for opt in _steps.innermost(self)
+        opt._var_key(v): average for opt in _views.innermost(self)
         if opt.use_ema and opt.built for v, average in zip(
             opt._trainable_variables, opt._model_variables_moving_average)}
     keys = list(map(self._var_key, self._trainable_variables))
@@ -233,7 +230,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     Even if True, the inner optimizer takes the step in a CentralStorageStrategy
     and in a TPUStrategy.
     """
-    return all(map(self._has_op, _steps.innermost(self)))
+    return all(map(self._fuses, _views.innermost(self)))
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
@@ -267,7 +264,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
             self._var_key(v): i for i, v in enumerate(variables)})
     self._store.without_gradient = set(map(self._var_key, variables))
     # After the build, in which Keras's MultiOptimizer makes its optimizers.
-    self._untracked.followed = _steps.followed(inner, [self])
+    self._inside.view = _views.followed(inner, [self])
     # Variables are made eagerly, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
@@ -279,8 +276,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
 
   def _refuse_holders(self):
     """Raises an error if an optimizer inside holds others, in a cluster."""
-    for x in _steps.within(self):
-      if (any(_steps.optimizers_in(x)) and
+    for x in _views.within(self):
+      if (any(_views.optimizers_in(x)) and
           not isinstance(x, WrapperOptimizer)):
         raise NotImplementedError(
             f"`optimizer` of {type(self).__name__} must not be or hold a "
@@ -291,7 +288,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   # step. See _inner.py, which calls it.
 
   @staticmethod
-  def _has_op(opt):
+  def _fuses(opt):
     """Whether a native op takes the step of an optimizer inside."""
     return _rules.has_rule(type(opt))
 
@@ -347,7 +344,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     return False
 
   def _averages_of(self, step):
-    """The averages to update in the pass of the step, or None.
+    """The averages to update in the op of the step, or None.
 
     Args:
       step: A Step, which is about to be taken. Only the averages that this
@@ -402,7 +399,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
       if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
       with self._prepared(grads, trainable_variables):
-        self._untracked.followed.apply(grads, trainable_variables)
+        self._inside.view.apply(grads, trainable_variables)
 
   @contextlib.contextmanager
   def _prepared(self, grads, trainable_variables):
@@ -466,7 +463,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
       self.apply(*zip(*grads_and_vars))  # As Keras calls a user's.
       return self.iterations
     with self._prepared(*map(list, zip(*grads_and_vars))):
-      self._untracked.followed.apply_gradients(grads_and_vars)
+      self._inside.view.apply_gradients(grads_and_vars)
     return self.iterations
 
   def _require_built(self, what):
@@ -486,7 +483,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     value that a file gets there.
     """
     inner = self.inner_optimizer.variables
-    if not _of_inner.is_asked_for_all():
+    if not _attributes.is_asked_for_all():
       return [*inner]
     if self._store.statistics is not None:
       self._store.statistics.make_if_known()
@@ -515,7 +512,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   @property
   def averages_of_wrappers(self):
     """The objects with which Keras saves and loads the averages: a list."""
-    # Keras does not look into `_untracked`: also those in its own optimizers.
+    # Keras does not look into `_inside`: also those in its own optimizers.
     return [wrapper._store.state for wrapper in reversed(self._wrappers())]
 
   def _refuse_swapped_in(self, what, instead=""):
@@ -523,14 +520,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
 
   def _optimizers(self):
     """This wrapper and all optimizers inside: a list."""
-    return [self, *_steps.within(self)]
+    return [self, *_views.within(self)]
 
   def _wrappers(self):
     """This wrapper and the wrappers inside: a list."""
     return _wrappers_of(self._optimizers())
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    return {**(self._untracked.refusal.children()
+    return {**(self._store.write_check.children()
                if save_type == "checkpoint" else {}),
             **self.inner_optimizer._trackable_children(save_type, **kwargs),
             self._store.state.name: self._store.state}
@@ -539,7 +536,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     """Raises an error if no checkpoint can hold this optimizer now."""
     # No model that is loaded has the variables.
     if self.built and self._averages is not None:
-      self._averages.check_left(None)
+      self._averages.check_attached(None)
     # It would hold the two exchanged.
     self._refuse_swapped_in("tf.train.Checkpoint.write", _TO_A_FILE)
 
@@ -605,14 +602,13 @@ def _no_rate():
   """A learning rate for Keras's constructor, which makes no variable for it."""
 
 
-class _Untracked:
-  """The optimizer inside.
+class _Inside:
+  """The optimizer inside, which neither Keras nor TensorFlow tracks here.
 
   Attributes:
     optimizer: It.
-    refusal: The `_unwritable.Refusal` of the wrapper.
-    followed: Its view, once it is built.
+    view: Its view, once it is built.
   """
 
-  def __init__(self, optimizer, refusal):
-    self.optimizer, self.refusal, self.followed = optimizer, refusal, None
+  def __init__(self, optimizer):
+    self.optimizer, self.view = optimizer, None

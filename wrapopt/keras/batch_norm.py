@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt._averages import _replicas
-from wrapopt.keras import _beside
+from wrapopt.keras._evaluation import _block
 from wrapopt.keras._variables import value_of
 
 
@@ -245,7 +245,7 @@ class Recalibration:
       self._pass = _Pass(model)
     with restored(model):
       self._pass.run(self._dataset)
-      return _beside.Beside(statistics(model))
+      return _block.OtherValues(statistics(model))
 
 
 def _values(model):

@@ -21,10 +21,10 @@ from wrapopt._gates import _policies
 from wrapopt._gates import _records
 from wrapopt._gates import _staleness
 from wrapopt._types import Integer, Tensor
-from wrapopt.keras import _admission
-from wrapopt.keras import _followers
-from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
+from wrapopt.keras._steps import _admission
+from wrapopt.keras._steps import _step
+from wrapopt.keras._steps import _views
 from wrapopt.keras._variables import value_of
 
 
@@ -91,7 +91,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   or of its thread.
   """
 
-  in_pass = True
+  in_op = True
   is_gate = True
 
   def __init__(
@@ -136,10 +136,10 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
                        "staleness, or a DelayCompensation() or GapAware(), got "
                        f"{policy!r}.")
     self._policy = policy
-    self._untracked.records = _Records()
-    for x in [self.inner_optimizer, *_steps.within(self)]:
-      if (any(_steps.optimizers_in(x)) and
-          not _followers.is_wrapper(x)):
+    self._records = _Records()
+    for x in [self.inner_optimizer, *_views.within(self)]:
+      if (any(_views.optimizers_in(x)) and
+          not _step.is_wrapper(x)):
         raise ValueError(
             "`optimizer` of a DropStaleGradient must not be or hold an "
             "optimizer that holds others, whose steps would be admitted one by "
@@ -160,7 +160,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     self._histogram = self._store.make_count(
         "staleness_histogram", np.zeros([2, _staleness.BUCKETS], np.int64))
 
-    self._untracked.memory = {
+    self._memory = {
         name: {
             self._var_key(v): self._store.make_count(
                 f"{name}_{i}", np.zeros(v.shape, np.float32),
@@ -198,7 +198,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """
     self._check_not_compiled()
     recorded, _ = ops.staleness_record(value_of(self._iterations))
-    records = self._untracked.records
+    records = self._records
     if tf.executing_eagerly():
       records.last = recorded
     else:
@@ -234,7 +234,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       TypeError: If `recorded` is not an integer scalar.
       Others as `apply`.
     """
-    records = self._untracked.records
+    records = self._records
     records.given = _checked_record(recorded)
     if recorded is records.last:
       records.last = None
@@ -275,9 +275,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     if not self._compensates():
       return None
     if tf.executing_eagerly():
-      recorded = self._untracked.records.given
+      recorded = self._records.given
       if recorded is None:
-        recorded = self._untracked.records.last
+        recorded = self._records.last
       weights = getattr(recorded, "_wrapopt_weights", None)
       found = _origins.of_values(
           grads_and_vars, lambda g, v: weights and weights.get(v))
@@ -286,11 +286,11 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     return _compensation.Compensated(self._policy, found, {
         name: {id(v): value_of(row[self._var_key(v)])
                for _, v in grads_and_vars}
-        for name, row in self._untracked.memory.items()})
+        for name, row in self._memory.items()})
 
   def _recorded(self, iterations, grads):
     """The record of gradients: a tensor."""
-    records = self._untracked.records
+    records = self._records
     if records.given is not None:
       return records.given
     if tf.executing_eagerly():

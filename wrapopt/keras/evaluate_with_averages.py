@@ -13,13 +13,13 @@ from keras.src.utils import python_utils
 
 from wrapopt import _checks
 from wrapopt._averages import _decay
-from wrapopt.keras import _averaging
-from wrapopt.keras import _callback_after
-from wrapopt.keras import _steps
-from wrapopt.keras import _swapped_function
+from wrapopt.keras import _optimizers
 from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
 from wrapopt.keras import swa
+from wrapopt.keras._evaluation import _callback_after
+from wrapopt.keras._evaluation import _swapped_function
+from wrapopt.keras._steps import _views
 
 
 class EvaluateWithAverages(keras.callbacks.Callback):
@@ -150,7 +150,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._dataset = None if recalibrate is False else recalibrate
     self._warns = recalibrate is None
     self._swap_on_epoch = _checks.boolean("swap_on_epoch", swap_on_epoch)
-    self._optimizer = _averaging.checked_optimizer(optimizer)
+    self._optimizer = _optimizers.checked_optimizer(optimizer)
     if part is not None and not isinstance(part, (str, keras.Model)):
       raise TypeError("`part` must be a Keras model or the name of an "
                       f"attribute of the model, got {part!r}.")
@@ -228,9 +228,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       callback.set_params(params)
 
   def set_model(self, model):
-    optimizer = _averaging.optimizer_of(model, self._optimizer,
+    optimizer = _optimizers.optimizer_of(model, self._optimizer,
                                         type(self).__name__)
-    found = _averaging.averaging(optimizer)
+    found = _optimizers.averaging(optimizer)
     decays = found[0].decays() if self._decay == "all" else [self._decay]
     for x in found:
       for decay in decays:
@@ -267,7 +267,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   def _averaging(self):
     """The optimizers that keep averages: a list."""
-    return _averaging.averaging(self._trains[0])
+    return _optimizers.averaging(self._trains[0])
 
   def _check_others(self, model, found):
     """Raises an error or warns if other callbacks do not fit this one."""
@@ -279,8 +279,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     callbacks = _callback_after.CallbackAfter.list_with(self)
     its = _all_wrappers(found)
     for where, other in _evaluators(callbacks, "callbacks"):
-      if other is not self and its & _all_wrappers(_averaging.averaging(
-          _averaging.optimizer_of(model, other._optimizer,
+      if other is not self and its & _all_wrappers(_optimizers.averaging(
+          _optimizers.optimizer_of(model, other._optimizer,
                                   type(other).__name__))):
         raise ValueError(
             f"Only one {type(self).__name__} must put the averages of an "
@@ -387,7 +387,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _check_batches(self, batches, fewer=0):
     # Another optimizer may take any number of steps in a batch.
     for optimizer in self._averaging() if self._optimizer is None else ():
-      for x in [optimizer, *_steps.within(optimizer)]:
+      for x in [optimizer, *_views.within(optimizer)]:
         if isinstance(x, swa.SWA):
           x.check_batches_per_epoch(batches, fewer)
 

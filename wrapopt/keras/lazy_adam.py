@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt._averages import _replicas
-from wrapopt.keras import _rules
-from wrapopt.keras import _steps
+from wrapopt.keras._steps import _rules
+from wrapopt.keras._steps import _views
 from wrapopt.keras._variables import value_of
 
 
@@ -52,7 +52,7 @@ class LazyAdam(keras.optimizers.Adam):
   def apply(self, grads, trainable_variables=None):
     # In a step that has begun, a number is in the place of the variable.
     if _replicas.is_shared(value_of(self._iterations)):
-      _steps.followed(self, []).apply(grads, trainable_variables)
+      _views.followed(self, []).apply(grads, trainable_variables)
     else:
       super().apply(grads, trainable_variables)
 

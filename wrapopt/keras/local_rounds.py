@@ -17,7 +17,8 @@ class LocalRounds(keras.callbacks.Callback):
   """Takes part in the rounds of a `wrapopt.LocalSGD` or `wrapopt.DiLoCo`.
 
   It counts the steps that `fit` takes, and calls `step` of the object. The
-  `steps_per_execution` of `compile` must divide `sync_every`.
+  `steps_per_execution` of `compile` must divide `sync_every / fragments` and
+  `overlap_steps`.
 
   `fit` ends with the weights of this worker: the last center, and the steps
   that this worker has taken since; with the averages, if the optimizer averages
@@ -90,9 +91,13 @@ class LocalRounds(keras.callbacks.Callback):
 
   def on_train_begin(self, logs: Any = None) -> None:
     steps = self.model.steps_per_execution
-    if self._local.sync_every % steps:
-      raise ValueError("`steps_per_execution` of compile() must divide "
-                       f"sync_every = {self._local.sync_every}, got {steps}.")
+    fragments = self._local.fragments
+    interval = self._local.sync_every // fragments
+    for what, n in (("sync_every" + " / fragments" * (fragments > 1), interval),
+                    ("overlap_steps", self._local.overlap_steps)):
+      if n % steps:
+        raise ValueError("`steps_per_execution` of compile() must divide "
+                         f"{what} = {n}, got {steps}.")
     self._is_first_batch = True
     self._logged = self._local.report
     if self._folder:

@@ -6,10 +6,10 @@ import keras
 
 from wrapopt import _checks
 from wrapopt import ops
-from wrapopt._averages import _partial
-from wrapopt.keras import _followers
-from wrapopt.keras import _store
+from wrapopt._averages import _companions
 from wrapopt.keras import _wrapper
+from wrapopt.keras._averages import _store
+from wrapopt.keras._steps import _step
 from wrapopt.keras._variables import value_of
 
 
@@ -86,7 +86,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
         "slow", dict(enumerate(self._averageable(variables))),
         _store.float32_for_half)
     for v in self._averageable(variables):
-      _partial.note(*map(value_of, (v, slow[self._var_key(v)])))
+      _companions.note(*map(value_of, (v, slow[self._var_key(v)])))
     self._store.rows = [slow]
     self._store.make_begun()
 
@@ -129,7 +129,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
                            [1 - self._slow_step_size, self._slow_step_size])
       step.constrain()
 
-    _followers.where((step.iterations + 1) % self._sync_period == 0, sync)
+    _step.where((step.iterations + 1) % self._sync_period == 0, sync)
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "sync_period": self._sync_period,

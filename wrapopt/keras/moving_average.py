@@ -19,16 +19,15 @@ from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
-from wrapopt.keras import _average
-from wrapopt.keras import _averaging
-from wrapopt.keras import _first_step
-from wrapopt.keras import _latest
-from wrapopt.keras import _lazy_average
-from wrapopt.keras import _rules
-from wrapopt.keras import _statistics
-from wrapopt.keras import _steps
-from wrapopt.keras import _store
+from wrapopt.keras import _variables
 from wrapopt.keras import _wrapper
+from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _first_step
+from wrapopt.keras._averages import _last_file
+from wrapopt.keras._averages import _statistics
+from wrapopt.keras._averages import _store
+from wrapopt.keras._steps import _rules
+from wrapopt.keras._steps import _views
 from wrapopt.keras._variables import path_of, value_of
 
 # Configurations hold them.
@@ -93,7 +92,7 @@ class MovingAverage(_wrapper.WrapperOptimizer):
   `shadow_copy`, `swap_weights` and `assign_average_vars`.
   """
 
-  in_pass = True
+  in_op = True
 
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
@@ -213,7 +212,7 @@ class MovingAverage(_wrapper.WrapperOptimizer):
     if average_batch_norm:
       self._store.statistics = _statistics.Statistics(
           self, average_batch_norm, functools.partial(
-              self._make_rows, suffix=_latest.OF_BATCH_NORM))
+              self._make_rows, suffix=_last_file.OF_BATCH_NORM))
 
   def _check_variables(self, variables):
     for v in self._averages.candidates(variables).values():
@@ -251,10 +250,10 @@ class MovingAverage(_wrapper.WrapperOptimizer):
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
         self.use_ema or
-        not any(map(_rules.touches_few_rows, _steps.innermost(self))) or
+        not any(map(_rules.touches_few_rows, _views.innermost(self))) or
         not _may_be_lazy.may_be_lazy(value)):
-      return _average.Average.of(average)
-    return _lazy_average.LazyAverage(average, value)
+      return _variables.Average.of(average)
+    return _variables.LazyAverage(average, value)
 
   def average(self, variable: keras.Variable,
               decay: Optional[_decay.Decay] = None) -> Any:
@@ -304,6 +303,7 @@ class MovingAverage(_wrapper.WrapperOptimizer):
         self._averages.found(variable, self._store.rows[0]))
 
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
 

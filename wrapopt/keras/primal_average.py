@@ -4,12 +4,12 @@ from typing import Any, Optional, Union
 
 import keras
 
-from wrapopt._averages import _interpolated as _schedules
-from wrapopt.keras import _averaging
-from wrapopt.keras import _interpolated
-from wrapopt.keras import _rules
+from wrapopt._averages import _interpolation as _schedules
 from wrapopt.keras import _wrapper
 from wrapopt.keras import lazy_adam
+from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _points
+from wrapopt.keras._steps import _rules
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -110,20 +110,21 @@ class PrimalAverage(_wrapper.WrapperOptimizer):
         keeps averages.
     """
     super().__init__(optimizer, name, sum_duplicates=True)
-    self._averages = _interpolated.Points(
+    self._averages = _points.Points(
         self, keep_raw_weights,
         _schedules.primal_average(momentum, average_decay))
 
-  average = _interpolated.average
-  z = _interpolated.z
+  average = _points.average
+  z = _points.z
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
   averages_by_decay = _averaging.averages_by_decay
   decays = _averaging.decays
   set_model = _averaging.set_model
 
-  _has_op = staticmethod(_rules.may_be_interpolated)
+  _fuses = staticmethod(_rules.may_be_interpolated)
 
   def _building(self):
     return self._averages.building()

@@ -4,11 +4,11 @@ from typing import Any, Optional, Union
 
 import keras
 
-from wrapopt._averages import _interpolated as _schedules
-from wrapopt.keras import _averaging
-from wrapopt.keras import _interpolated
-from wrapopt.keras import _rules
+from wrapopt._averages import _interpolation as _schedules
 from wrapopt.keras import _wrapper
+from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _points
+from wrapopt.keras._steps import _rules
 
 # Attributes of Keras's optimizers that give them a momentum.
 _MOMENTA = ("momentum", "beta_1", "adam_beta_1")
@@ -125,20 +125,21 @@ class ScheduleFree(_wrapper.WrapperOptimizer):
         averages itself, or is or holds another wrapper that keeps averages.
     """
     super().__init__(optimizer, name, sum_duplicates=True)
-    self._averages = _interpolated.Points(
+    self._averages = _points.Points(
         self, keep_raw_weights, _schedules.schedule_free(
             momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y))
 
-  average = _interpolated.average
-  z = _interpolated.z
+  average = _points.average
+  z = _points.z
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
   averages_by_decay = _averaging.averages_by_decay
   decays = _averaging.decays
   set_model = _averaging.set_model
 
-  _has_op = staticmethod(_rules.may_be_interpolated)
+  _fuses = staticmethod(_rules.may_be_interpolated)
 
   def _building(self):
     return self._averages.building()

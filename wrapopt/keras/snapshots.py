@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt.checkpoints import _h5
-from wrapopt.checkpoints import _trees
 from wrapopt.checkpoints import _snapshots
-from wrapopt.keras import _averaging
-from wrapopt.keras import _steps
+from wrapopt.checkpoints import _trees
+from wrapopt.keras import _optimizers
+from wrapopt.keras._steps import _views
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -56,12 +56,12 @@ class Snapshots(keras.callbacks.Callback):
     """
     super().__init__()
     self._snapshots = _snapshots.Snapshots(directory, save_steps, dtype)
-    self._optimizer = _averaging.checked_optimizer(optimizer)
+    self._optimizer = _optimizers.checked_optimizer(optimizer)
     self._trains = None
 
   def set_model(self, model):
-    optimizer = _averaging.optimizer_of(model, self._optimizer, "Snapshots")
-    averaging = _averaging.averaging(optimizer)
+    optimizer = _optimizers.optimizer_of(model, self._optimizer, "Snapshots")
+    averaging = _optimizers.averaging(optimizer)
     if len(averaging) != 1:
       raise ValueError(
           "Snapshots needs exactly one optimizer that keeps averages, such as "
@@ -80,7 +80,7 @@ class Snapshots(keras.callbacks.Callback):
     return copied
 
   def on_train_begin(self, logs=None):
-    [optimizer] = _averaging.averaging(self._trains)
+    [optimizer] = _optimizers.averaging(self._trains)
     if optimizer.built:  # Not only when the first snapshot is due.
       _check_saved(_Layout(self.model), optimizer, self.model)
     self._snapshots.begin(self._step())
@@ -97,7 +97,7 @@ class Snapshots(keras.callbacks.Callback):
     self._snapshots.end()
 
   def _write(self, step):
-    [optimizer] = _averaging.averaging(self._trains)
+    [optimizer] = _optimizers.averaging(self._trains)
     layout = _Layout(self.model)
     _check_saved(layout, optimizer, self.model)
     for decay, steps, average_of in optimizer.averages_by_decay(self.model):
@@ -149,7 +149,7 @@ class _Layout(saving_lib.H5IOStore):
     self.file, self.datasets = self.h5_file, {}
     saving_lib._save_state(
         model, weights_store=self, assets_store=None, inner_path="",
-        visited_saveables={id(x) for x in _steps.optimizers_in(model)})
+        visited_saveables={id(x) for x in _views.optimizers_in(model)})
     self.trees = [_trees.tree_of(self.file)]
 
   def __setitem__(self, key, value):

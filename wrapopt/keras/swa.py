@@ -6,10 +6,10 @@ import keras
 
 from wrapopt import _checks
 from wrapopt import ops
-from wrapopt.keras import _averaging
-from wrapopt.keras import _followers
-from wrapopt.keras import _store
 from wrapopt.keras import _wrapper
+from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _store
+from wrapopt.keras._steps import _step
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -122,6 +122,7 @@ class SWA(_wrapper.WrapperOptimizer):
 
   average = _averaging.average
   seed_averages = _averaging.seed_averages
+  assign_averages = _averaging.assign_averages
   averaged_weights = _averaging.averaged_weights
   averaged_model = _averaging.averaged_model
   averages_by_decay = _averaging.averages_by_decay
@@ -146,7 +147,7 @@ class SWA(_wrapper.WrapperOptimizer):
       n = ops.float64(n)
       ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
 
-    _followers.where(counts, count)
+    _step.where(counts, count)
 
   def check_batches_per_epoch(self, batches: int, fewer: int = 0) -> None:
     """Raises an error if `steps_per_epoch` is for other epochs."""

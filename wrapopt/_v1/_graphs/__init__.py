@@ -1,0 +1,1 @@
+"""Branches, variables and sessions of graphs."""

@@ -1,0 +1,1 @@
+"""How a step of an optimizer of tf.compat.v1 in wrappers is taken."""

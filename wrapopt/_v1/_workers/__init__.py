@@ -1,0 +1,1 @@
+"""What workers of tf.compat.v1 share: centers."""

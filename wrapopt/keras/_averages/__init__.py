@@ -1,0 +1,1 @@
+"""How averages are kept in variables of Keras."""

@@ -1,0 +1,1 @@
+"""How averages are put in place of the weights, and evaluated."""

@@ -1,0 +1,1 @@
+"""How a step of a Keras optimizer in wrappers is taken."""
