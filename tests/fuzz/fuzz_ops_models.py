@@ -860,7 +860,8 @@ def _vectors(call, *names):
   return vectors
 
 
-def _same_numbers(got, want, what):
+def _same_numbers(call, got, want, what):
+  call.compared += got.size
   if not np.array_equal(got, want, equal_nan=True):
     raise AssertionError(f"{what} is {got}, want {want}")
 
@@ -870,7 +871,7 @@ def _encode(call):
   code, _, left = codes.encode_values(
       values.astype(np.float32), center, error, call.case.attrs["dtype"])
   check_bits(call.outputs[0], code, "a code")
-  _same_numbers(call.outputs[1], left, "what a code loses")
+  _same_numbers(call, call.outputs[1], left, "what a code loses")
 
 
 def _add_decoded(call):
@@ -881,7 +882,7 @@ def _add_decoded(call):
   with np.errstate(all="ignore"):
     want = codes.flushed(codes.flushed(center) + codes.flushed(
         codes.decode(code, len(center), dtype)))
-  _same_numbers(call.outputs[0], want, "a center")
+  _same_numbers(call, call.outputs[0], want, "a center")
 
 
 def _rounds(call):
