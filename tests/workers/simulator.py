@@ -1521,7 +1521,6 @@ class Training:
   def sync(self, i, vectors, weight):
     local, before = self._local, self._local.report
     weight -= local._exchanges.fragments[i].examples
-    weight -= int(local._examples.numpy())
     if self._is_first:  # Else an error came between.
       self._is_first = False
       v, (c,) = self._variables[i], self._me.members[i].center
