@@ -12,7 +12,7 @@
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
+#include "cc/kernels/threads.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 
