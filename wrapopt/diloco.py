@@ -56,9 +56,9 @@ class DiLoCo(_training.LocalTraining):
                round_timeout_secs: float = 600,
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
-               most_pushes: int = 4, progress: bool = False,
-               only_finite: bool = True, name: str = "diloco",
-               resume: bool = False,
+               dtype: Optional[str] = None, most_pushes: int = 4,
+               progress: bool = False, only_finite: bool = True,
+               name: str = "diloco", resume: bool = False,
                checkpoint: Union[str, os.PathLike, None] = None,
                fragments: int = 1, overlap_steps: int = 0) -> None:
     """Takes the center.
@@ -68,8 +68,8 @@ class DiLoCo(_training.LocalTraining):
       outer_learning_rate: The learning rate of the outer step, more than 0.
       outer_momentum: Its momentum, in [0, 1).
       min_workers, round_timeout_secs, grace_secs, weight, local_weight,
-        averaged, most_pushes, progress, only_finite, name, resume, checkpoint,
-        fragments, overlap_steps: As of `LocalSGD`.
+        averaged, dtype, most_pushes, progress, only_finite, name, resume,
+        checkpoint, fragments, overlap_steps: As of `LocalSGD`.
 
     Raises:
       ValueError: If `outer_learning_rate` or `outer_momentum` is out of range.
@@ -82,7 +82,7 @@ class DiLoCo(_training.LocalTraining):
                        f"{outer_momentum}.")
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
-        round_timeout_secs, grace_secs, weight, local_weight, averaged,
+        round_timeout_secs, grace_secs, weight, local_weight, averaged, dtype,
         float(outer_learning_rate), float(outer_momentum), most_pushes,
         progress, only_finite, name, resume, checkpoint,
         fragments, overlap_steps)

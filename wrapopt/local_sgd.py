@@ -61,9 +61,9 @@ class LocalSGD(_training.LocalTraining):
                round_timeout_secs: float = 600,
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
-               most_pushes: int = 4, progress: bool = False,
-               only_finite: bool = True, name: str = "local_sgd",
-               resume: bool = False,
+               dtype: Optional[str] = None, most_pushes: int = 4,
+               progress: bool = False, only_finite: bool = True,
+               name: str = "local_sgd", resume: bool = False,
                checkpoint: Union[str, os.PathLike, None] = None,
                fragments: int = 1, overlap_steps: int = 0) -> None:
     """Takes the center.
@@ -96,6 +96,12 @@ class LocalSGD(_training.LocalTraining):
         step: moving statistics of batch normalization, if the center is
         evaluated with them. By default they stay with the worker, which is
         right if statistics are computed anew before the center is evaluated.
+      dtype: In what values travel, for a slow network: "bfloat16", "int8" or
+        "int4"; by default, up in the dtype of the variables and down in
+        float32. A worker then sends how far it has gone from the center, and a
+        server how far the center has gone. "int8" and "int4" are integers with
+        a float32 scale for each 128. What rounding has lost is added to what
+        is sent next. Not for float64 variables.
       most_pushes: How many workers may send values at a time: a server holds
         the values of at most that number of workers.
       progress: Whether to print a line for each round.
@@ -130,8 +136,9 @@ class LocalSGD(_training.LocalTraining):
 
     Raises:
       TypeError: If an argument is of a wrong type.
-      ValueError: If a number is out of range, a variable is not finite, or
-        `checkpoint` does not have the center of these variables.
+      ValueError: If a number is out of range, a variable is not finite, one is
+        float64 and there is a `dtype`, or `checkpoint` does not have the center
+        of these variables.
       tf.errors.DeadlineExceededError: If the servers are not found within
         `round_timeout_secs`, or some have lost their center and no worker that
         holds it came.
@@ -142,6 +149,6 @@ class LocalSGD(_training.LocalTraining):
     """
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
-        round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, only_finite, name, resume, checkpoint,
+        round_timeout_secs, grace_secs, weight, local_weight, averaged, dtype,
+        1.0, 0.0, most_pushes, progress, only_finite, name, resume, checkpoint,
         fragments, overlap_steps)

@@ -3,16 +3,20 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <mutex>  // NOLINT(build/c++11)
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/engine/codes.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
+#include "cc/kernels/codes.h"
 #include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/registration.h"
@@ -34,18 +38,39 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Makes the first `outer` tensors nobody else's, and as many velocities.
-absl::Status MakeRoom(OpKernelContext* ctx, size_t outer, Center* center) {
-  const bool has_none = center->velocities.size() != outer;
-  std::vector<Tensor> velocities(outer);
-  for (size_t i = 0; i < outer; ++i) {
-    Tensor& value = center->values[i];
-    TF_RETURN_IF_ERROR(Own(ctx, value, &value));
-    TF_RETURN_IF_ERROR(
-        has_none ? Zeros(ctx, value.dtype(), value.shape(), &velocities[i])
-                 : Own(ctx, center->velocities[i], &center->velocities[i]));
+// Makes `count` tensors like those of the center nobody else's: zeros if there
+// are none.
+absl::Status MakeOwn(OpKernelContext* ctx, size_t count, const Center& center,
+                     std::vector<Tensor>* tensors) {
+  const bool has_none = tensors->size() != count;
+  std::vector<Tensor> zeros(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor& like = center.values[i];
+    TF_RETURN_IF_ERROR(has_none
+                           ? Zeros(ctx, like.dtype(), like.shape(), &zeros[i])
+                           : Own(ctx, (*tensors)[i], &(*tensors)[i]));
   }
-  if (has_none) center->velocities = std::move(velocities);
+  if (has_none) *tensors = std::move(zeros);
+  return absl::OkStatus();
+}
+
+// Makes room to step `outer` values, and to move all of them if codes travel.
+absl::Status MakeRoom(OpKernelContext* ctx, size_t outer,
+                      const std::optional<Code>& travels, Center* center) {
+  const size_t n = center->values.size();
+  for (size_t i = 0; i < (travels ? n : outer); ++i) {
+    TF_RETURN_IF_ERROR(Own(ctx, center->values[i], &center->values[i]));
+  }
+  TF_RETURN_IF_ERROR(MakeOwn(ctx, outer, *center, &center->velocities));
+  if (!travels) return absl::OkStatus();
+  TF_RETURN_IF_ERROR(MakeOwn(ctx, n, *center, &center->errors));
+  std::vector<Tensor> codes(n);
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t bytes = CodeBytes(*travels, center->values[i].NumElements());
+    TF_RETURN_IF_ERROR(
+        ctx->allocate_temp(tensorflow::DT_UINT8, {bytes}, &codes[i]));
+  }
+  center->codes = std::move(codes);
   return absl::OkStatus();
 }
 
@@ -69,10 +94,22 @@ absl::Status OuterStepOf(OpKernelContext* ctx, double lr, double momentum,
   return RunPass(ctx, pass);
 }
 
-absl::Status OuterStep(OpKernelContext* ctx, const std::string& subject,
-                       Center* center, double lr, double momentum,
-                       int64_t stepped, Isa isa) {
+// Moves value i by the code of an update and of what the last code has lost.
+void Move(OpKernelContext* ctx, Code code, const Tensor& update, size_t i,
+          Center* center, Isa isa) {
+  float* const error = static_cast<float*>(center->errors[i].data());
+  Encode(ctx, code, isa, update, /*center=*/nullptr, error, &center->codes[i],
+         error);
+  Decode(ctx, code, isa, center->values[i], center->codes[i], /*rate=*/nullptr,
+         &center->values[i]);
+}
+
+absl::Status OuterStep(OpKernelContext* ctx, RoundsResource* resource,
+                       double lr, double momentum, int64_t stepped, Isa isa) {
+  Center* const center = resource->center();
+  const std::optional<Code>& travels = resource->options().travels;
   const size_t n = center->values.size();
+  center->codes.clear();
   // No member had values.
   if (n > 0 && center->weight == 0) return absl::OkStatus();
   // With these, the center becomes the mean.
@@ -81,13 +118,24 @@ absl::Status OuterStep(OpKernelContext* ctx, const std::string& subject,
       is_mean ? 0 : std::clamp<int64_t>(stepped, 0, static_cast<int64_t>(n));
   if (n == 0 || center->mean.size() != n) {
     return absl::FailedPreconditionError(absl::StrCat(
-        subject, " must have a center and a mean before the step, got ", n,
-        " and ", center->mean.size(), " values"));
+        resource->rounds()->subject(),
+        " must have a center and a mean before the step, got ", n, " and ",
+        center->mean.size(), " values"));
   }
   // All memory first: a failure changes nothing.
-  TF_RETURN_IF_ERROR(MakeRoom(ctx, outer, center));
+  TF_RETURN_IF_ERROR(MakeRoom(ctx, outer, travels, center));
+  std::vector<Tensor> updates;  // The mean is that of ways from 0.
+  if (travels) TF_RETURN_IF_ERROR(MakeOwn(ctx, outer, *center, &updates));
   for (size_t i = 0; i < n; ++i) {
-    if (i >= outer) {
+    if (travels) {
+      if (i < outer) {
+        TF_RETURN_IF_ERROR(OuterStepOf(ctx, lr, momentum, center->mean[i],
+                                       &updates[i], &center->velocities[i],
+                                       isa));
+      }
+      Move(ctx, *travels, i < outer ? updates[i] : center->mean[i], i, center,
+           isa);
+    } else if (i >= outer) {
       center->values[i] = std::move(center->mean[i]);
     } else {
       TF_RETURN_IF_ERROR(OuterStepOf(ctx, lr, momentum, center->mean[i],
@@ -127,7 +175,7 @@ absl::Status AveragingOuterStep(OpKernelContext* ctx, Isa isa) {
   if (is_open) {
     TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
     TF_RETURN_IF_ERROR(
-        OuterStep(ctx, rounds->subject(), center, lr, momentum, stepped, isa));
+        OuterStep(ctx, resource.get(), lr, momentum, stepped, isa));
     TF_RETURN_IF_ERROR(ToStatus(rounds->Next(&after)));
   }
   TF_RETURN_IF_ERROR(WritePlace(ctx, rounds->known().place));
@@ -159,11 +207,17 @@ absl::Status AveragingRestore(OpKernelContext* ctx) {
       &after)));
   if (restored) {
     center->ForgetMean();
+    center->codes.clear();
     center->job = job;
   }
   if (!values.empty()) {
     const int64_t n = resource->options().num_vectors();
-    center->velocities.assign(values.begin() + n, values.end());
+    const int64_t all = values.size();
+    const auto errors = values.begin() + n;
+    const auto velocities =
+        errors + (resource->options().travels && all > n ? n : 0);
+    center->errors.assign(errors, velocities);
+    center->velocities.assign(velocities, values.end());
     values.resize(n);
     center->values = std::move(values);
   }
@@ -175,7 +229,7 @@ class AveragingCenterOp : public AsyncOpKernel {
  public:
   explicit AveragingCenterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("velocity", &velocity_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("what", &what_));
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
@@ -190,35 +244,54 @@ class AveragingCenterOp : public AsyncOpKernel {
  private:
   absl::Status Read(OpKernelContext* ctx) const {
     RoundsPtr resource;
-    int64_t index;
+    int64_t index, count;
     TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "index", &index));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "count", &count));
     Center* const center = resource->center();
     std::lock_guard<std::mutex> lock(center->mu);
     const std::vector<Tensor>& values =
-        velocity_ ? center->velocities : center->values;
-    const char* const what = velocity_ ? "velocities" : "center";
-    const std::string subject =
-        absl::StrCat("the ", what, " of ", resource->rounds()->subject());
+        what_ == "velocities" ? center->velocities
+        : what_ == "errors"   ? center->errors
+        : what_ == "codes"    ? center->codes
+                              : center->values;
+    const std::string subject = absl::StrCat(
+        "the ", what_, " of ", resource->rounds()->subject());
     const int64_t n = values.size();
     if (index < 0 || index >= n) {
       return absl::FailedPreconditionError(
           absl::StrCat("index must be less than ", n,
                        ", the number of values of ", subject, ", got ", index));
     }
-    const Tensor& value = values[index];
-    if (value.dtype() != dtype_) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "T must be ", DataTypeString(value.dtype()), ", the dtype of value ",
-          index, " of ", subject, ", got ", DataTypeString(dtype_)));
+    if (count < 1 || count > n - index) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("count must be in [1, ", n - index, "] at index ", index,
+                       " of ", n, " values of ", subject, ", got ", count));
+    }
+    int64_t elements = 0;
+    for (int64_t i = index; i < index + count; ++i) {
+      if (values[i].dtype() != dtype_) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("T must be ", DataTypeString(values[i].dtype()),
+                         ", the dtype of value ", i, " of ", subject, ", got ",
+                         DataTypeString(dtype_)));
+      }
+      elements += values[i].NumElements();
     }
     TF_RETURN_IF_ERROR(WritePlace(ctx, resource->rounds()->known().place));
-    ctx->set_output(1, value);
+    Tensor* output;
+    TF_RETURN_IF_ERROR(ctx->allocate_output("value", {elements}, &output));
+    char* to = static_cast<char*>(output->data());
+    for (int64_t i = index; i < index + count; ++i) {
+      const size_t bytes = values[i].TotalBytes();
+      if (bytes > 0) std::memcpy(to, values[i].data(), bytes);
+      to += bytes;
+    }
     return absl::OkStatus();
   }
 
   tensorflow::DataType dtype_;
-  bool velocity_;
+  std::string what_;
 };
 
 WRAPOPT_REGISTER_CPU("AveragingOuterStep", FunctionKernel<AveragingOuterStep>);

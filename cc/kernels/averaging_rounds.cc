@@ -11,11 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "cc/engine/isa.h"
+#include "cc/kernels/codes.h"
 #include "cc/kernels/function_kernel.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/registration.h"
 #include "cc/kernels/rounds_resource.h"
 #include "cc/ops/averaging_rounds.h"
+#include "cc/ops/contracts.h"
 #include "cc/protocols/rounds.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -46,7 +48,12 @@ class AveragingRoundsOp : public tensorflow::ResourceOpKernel<RoundsResource> {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &options_.sizes));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("holds_center", &options_.holds_center));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("settings", &options_.settings));
+    std::string travels;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("travels", &travels));
     OP_REQUIRES_OK(ctx, CheckVectors(options_.dtypes, options_.sizes));
+    OP_REQUIRES_OK(ctx, CheckTravels(travels, options_.dtypes,
+                                     options_.holds_center));
+    if (!travels.empty()) options_.travels = CodeOf(travels);
     OP_REQUIRES_OK(ctx, ctx->GetAttr("container", &container_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &shared_name_));
   }
@@ -143,94 +150,141 @@ class AveragingEnterOp : public AsyncOpKernel {
   }
 };
 
-absl::Status CheckStagedValue(const std::string& subject, const Tensor& value,
-                              bool restores, tensorflow::DataType dtype,
-                              int64_t size) {
+// What a worker sends.
+struct Sent {
+  std::string worker;
+  Known known;
+  double weight;
+  int64_t count, first;
+  std::vector<Tensor> values;
+  bool restores = false;  // They are a center for a later generation.
+};
+
+// Checks the dtype of a value of vector i, and tells its size.
+absl::Status CheckDtype(const std::string& subject, const Tensor& value,
+                        bool restores, const RoundsOptions& options, int64_t i,
+                        int64_t* size) {
+  const tensorflow::DataType dtype = options.dtypes[i];
+  *size = options.sizes[i];
+  if (options.travels && !restores) {
+    *size = CodeBytes(*options.travels, *size);
+    if (value.dtype() == tensorflow::DT_UINT8) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        subject, " must be of dtype uint8, as codes, got ",
+        DataTypeString(value.dtype())));
+  }
   const bool is_half = value.dtype() == tensorflow::DT_HALF ||
                        value.dtype() == tensorflow::DT_BFLOAT16;
-  if (value.dtype() != dtype &&
-      !(is_half && dtype == tensorflow::DT_FLOAT && !restores)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(subject, " must be of dtype ", DataTypeString(dtype),
-                     ", as the center, got ", DataTypeString(value.dtype())));
+  if (value.dtype() == dtype ||
+      (is_half && dtype == tensorflow::DT_FLOAT && !restores)) {
+    return absl::OkStatus();
   }
-  return CheckShape(subject, value.shape(),
-                    tensorflow::PartialTensorShape({size}),
-                    "that of the center");
+  return absl::InvalidArgumentError(
+      absl::StrCat(subject, " must be of dtype ", DataTypeString(dtype),
+                   ", as the center, got ", DataTypeString(value.dtype())));
+}
+
+// Checks values, each of one vector or of several consecutive ones, and makes
+// each vector a value of its own.
+absl::Status SplitStaged(const RoundsOptions& options, Sent* sent) {
+  std::vector<Tensor> parts;
+  int64_t next = sent->first;
+  for (const Tensor& value : sent->values) {
+    const std::string subject = absl::StrCat("value ", next, " of worker ",
+                                             InQuotes(sent->worker));
+    const bool is_vector = value.dims() == 1;
+    int64_t begin = 0;
+    do {
+      int64_t size = 0;
+      if (next < sent->count) {
+        TF_RETURN_IF_ERROR(CheckDtype(subject, value, sent->restores, options,
+                                      next % options.num_vectors(), &size));
+      }
+      if (!is_vector || next == sent->count ||
+          size > value.NumElements() - begin) {
+        return Misshapen(subject, value.shape(),
+                         Vector(begin + size).DebugString(),
+                         "that of the center");
+      }
+      parts.push_back(size == value.NumElements()
+                          ? value
+                          : value.Slice(begin, begin + size));
+      begin += size;
+      ++next;
+    } while (begin < value.NumElements());
+  }
+  sent->values = std::move(parts);
+  return absl::OkStatus();
 }
 
 // Needs the lock of the center.
-absl::Status CheckStaged(RoundsResource* resource, const std::string& worker,
-                         const Known& known, double weight, int64_t count,
-                         int64_t first, const OpInputList& values) {
-  if (!(weight >= 0 && std::isfinite(weight))) {
+absl::Status CheckStaged(RoundsResource* resource, Sent* sent) {
+  const std::string worker = InQuotes(sent->worker);
+  if (!(sent->weight >= 0 && std::isfinite(sent->weight))) {
     return absl::InvalidArgumentError(
-        absl::StrCat("weight of worker ", InQuotes(worker),
-                     " must be finite and at least 0, got ", weight));
+        absl::StrCat("weight of worker ", worker,
+                     " must be finite and at least 0, got ", sent->weight));
   }
   TensorRounds* const rounds = resource->rounds();
   const RoundsOptions& options = resource->options();
-  const int64_t n = options.num_vectors();
-  const bool restores =
-      known.place.generation > rounds->known().place.generation;
-  if (options.holds_center && !restores && resource->center()->values.empty()) {
+  const int64_t n = options.num_vectors(), count = sent->count;
+  sent->restores =
+      sent->known.place.generation > rounds->known().place.generation;
+  if (options.holds_center && !sent->restores &&
+      resource->center()->values.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat(rounds->subject(), " must have a center before worker ",
-                     InQuotes(worker), " sends values"));
+                     worker, " sends values"));
   }
-  if (!options.holds_center && restores) {
+  if (!options.holds_center && sent->restores) {
     return absl::FailedPreconditionError(absl::StrCat(
         rounds->subject(), " must hold the center to restore it, but it is ",
         "in variables"));
   }
-  const int64_t least = restores || weight > 0 ? n : 0;
-  if (count < least || count > (restores ? 2 * n : least)) {
+  const int64_t least = sent->restores || sent->weight > 0 ? n : 0;
+  const int64_t errors = options.travels ? n : 0;
+  if (count != least && !(sent->restores && count >= n + errors &&
+                          count <= n + errors + n)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "count of worker ", InQuotes(worker), " must be ", least,
+        "count of worker ", worker, " must be ", least,
         least == n ? ", the number of vectors of the center"
                    : ", since its weight is 0",
-        restores ? ", or more for velocities" : "", ", got ", count));
+        !sent->restores   ? ""
+        : options.travels ? ", or more for errors and velocities"
+                          : ", or more for velocities",
+        ", got ", count));
   }
-  if (first < 0 || first > count - values.size()) {
+  const int64_t size = sent->values.size();
+  if (sent->first < 0 || sent->first > count - size) {
     return absl::InvalidArgumentError(
         absl::StrCat("values must be in [0, count), got count ", count, " and ",
-                     values.size(), " values from ", first));
+                     size, " values from ", sent->first));
   }
-  for (int i = 0; i < values.size(); ++i) {
-    const int64_t vector = (first + i) % n;
-    TF_RETURN_IF_ERROR(CheckStagedValue(
-        absl::StrCat("value ", first + i, " of worker ", InQuotes(worker)),
-        values[i], restores, options.dtypes[vector], options.sizes[vector]));
-  }
-  return absl::OkStatus();
+  return SplitStaged(options, sent);
 }
 
 absl::Status AveragingStage(OpKernelContext* ctx, Isa isa) {
   RoundsPtr resource;
   TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
-  std::string worker;
-  Known known;
-  int64_t count, first;
-  double weight;
-  TF_RETURN_IF_ERROR(ReadWorker(ctx, &worker));
-  TF_RETURN_IF_ERROR(ReadKnown(ctx, &known));
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "weight", &weight));
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "count", &count));
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "first", &first));
+  Sent sent;
+  TF_RETURN_IF_ERROR(ReadWorker(ctx, &sent.worker));
+  TF_RETURN_IF_ERROR(ReadKnown(ctx, &sent.known));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "weight", &sent.weight));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "count", &sent.count));
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "first", &sent.first));
   OpInputList values;
   TF_RETURN_IF_ERROR(ctx->input_list("values", &values));
-  std::vector<Tensor> parts;
   for (const Tensor& value : values) {
-    TF_RETURN_IF_ERROR(Own(ctx, value, &parts.emplace_back()));
+    TF_RETURN_IF_ERROR(Own(ctx, value, &sent.values.emplace_back()));
   }
   // Meanwhile nobody restores another center.
   std::lock_guard<std::mutex> lock(resource->center()->mu);
-  TF_RETURN_IF_ERROR(
-      CheckStaged(resource.get(), worker, known, weight, count, first, values));
-  TF_RETURN_IF_ERROR(
-      WriteScalar(ctx, "accepted",
-                  resource->rounds()->Stage(worker, known, weight, count, first,
-                                            std::move(parts))));
+  TF_RETURN_IF_ERROR(CheckStaged(resource.get(), &sent));
+  TF_RETURN_IF_ERROR(WriteScalar(
+      ctx, "accepted",
+      resource->rounds()->Stage(sent.worker, sent.known, sent.weight,
+                                sent.count, sent.first,
+                                std::move(sent.values))));
   TF_RETURN_IF_ERROR(AddToMean(ctx, isa, resource.get()));
   return absl::OkStatus();
 }
@@ -368,7 +422,8 @@ absl::Status AveragingList(OpKernelContext* ctx) {
     std::lock_guard<std::mutex> lock(center->mu);
     const Place place = resource->rounds()->known().place;
     int64_t bytes = 0;
-    for (const auto* const tensors : {&center->values, &center->velocities}) {
+    for (const auto* const tensors :
+         {&center->values, &center->velocities, &center->errors}) {
       for (const Tensor& tensor : *tensors) bytes += tensor.TotalBytes();
     }
     of_this(i, 0) = place.round;

@@ -18,6 +18,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "cc/kernels/codes.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/threads.h"
 #include "cc/ops/averaging_rounds.h"
@@ -240,7 +241,11 @@ absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
       continue;
     }
     if (is_first) {
-      TF_RETURN_IF_ERROR(Zeros(ctx, dtype, value.shape(), &mean));
+      TF_RETURN_IF_ERROR(Zeros(ctx, dtype, {options.sizes[i]}, &mean));
+    }
+    if (value.dtype() == tensorflow::DT_UINT8) {
+      Decode(ctx, *options.travels, isa, mean, value, &rate, &mean);
+      continue;
     }
     const Number from = NumberOf(value.dtype()), to = NumberOf(dtype);
     Pass pass;

@@ -9,12 +9,14 @@
 #include <map>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/engine/codes.h"
 #include "cc/engine/isa.h"
 #include "cc/kernels/inputs.h"
 #include "cc/ops/averaging_rounds.h"
@@ -40,6 +42,11 @@ struct Center {
   // One for each value that takes outer steps; these values come first. Without
   // velocities, the next outer step starts with a velocity of 0.
   std::vector<tensorflow::Tensor> velocities;
+  // If codes travel: what the codes of the values have lost, one for each
+  // value, or none for zeros; and the codes of the last round's updates, none
+  // if it had no update or a worker has given the center.
+  std::vector<tensorflow::Tensor> errors;
+  std::vector<tensorflow::Tensor> codes;
   // The job that trains it; 0 if that is not known.
   int64_t job = 0;
   // The weighted mean of the members' values, empty without any, and the sum of
@@ -53,8 +60,9 @@ struct Center {
   }
   void Forget() {
     ForgetMean();
-    values.clear();
-    velocities.clear();
+    for (auto* const tensors : {&values, &velocities, &errors, &codes}) {
+      tensors->clear();
+    }
   }
 };
 
@@ -64,6 +72,7 @@ struct RoundsOptions {
   tensorflow::DataTypeVector dtypes;
   std::vector<int64_t> sizes;
   bool holds_center;
+  std::optional<Code> travels;  // What workers send and take.
   std::string settings;
 
   int64_t num_vectors() const { return dtypes.size(); }
@@ -81,8 +90,10 @@ struct RoundsOptions {
                       "[", sizes[i], "]");
     }
     return absl::StrCat("num_workers = ", num_workers, ", vectors ", vectors,
-                        holds_center ? "" : " in variables", ", settings '",
-                        settings, "'");
+                        holds_center ? "" : " in variables",
+                        travels ? " that travel as " : "",
+                        travels ? kCodeNames[static_cast<int>(*travels)] : "",
+                        ", settings '", settings, "'");
   }
 };
 

@@ -46,7 +46,8 @@ absl::Status CenterShape(InferenceContext* c) {
   c->set_output(0, c->Vector(2));
   c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
   InferredInputs inputs(c);
-  for (const char* const name : {"rounds", "worker", "index", "timeout_secs"}) {
+  for (const char* const name :
+       {"rounds", "worker", "index", "count", "timeout_secs"}) {
     TF_RETURN_IF_ERROR(inputs.FindScalar(name));
   }
   const tensorflow::Tensor* const timeout_secs = inputs.Constant();
@@ -75,9 +76,11 @@ In one pass over memory,
     center   = center - learning_rate (D + momentum velocity)
 
 where the mean is that of the members' values with their weights. With a
-learning rate of 1 and no momentum, the center becomes the mean. The op has no
-effect if the round is over, so each of the workers may run it. It runs on the
-server that leads after all others.
+learning rate of 1 and no momentum, the center becomes the mean. If codes
+travel, the mean is that of the workers' ways from the center, D is its
+opposite, and the center moves by the code of its update and of the last error.
+The op has no effect if the round is over, so each of the workers may run it. It
+runs on the server that leads after all others.
 
 rounds: From Wrapopt>AveragingRounds.
 known: [1 + M] from Wrapopt>AveragingClose.
@@ -124,15 +127,16 @@ REGISTER_OP("Wrapopt>AveragingCenter")
     .Input("rounds: resource")
     .Input("worker: string")
     .Input("index: int64")
+    .Input("count: int64")
     .Input("timeout_secs: double")
     .Output("place: int64")
     .Output("value: T")
-    .Attr("T: {float, double}")
-    .Attr("velocity: bool = false")
+    .Attr("T: {float, double, uint8}")
+    .Attr("what: {'center', 'velocities', 'errors', 'codes'} = 'center'")
     .SetIsStateful()
     .SetShapeFn(CenterShape)
     .Doc(R"doc(
-Reads a vector of the center, or of its velocity.
+Reads vectors of the center, or what belongs to them.
 
 A server replies to four workers at a time, so that its memory does not grow
 with their number. The others wait until Wrapopt>AveragingRelease, or until one
@@ -141,11 +145,15 @@ at the server that leads, unless its name is "".
 
 rounds: From Wrapopt>AveragingRounds.
 worker: A scalar, the worker's name.
-index: A scalar, the number of the vector.
+index: A scalar, the number of the first vector.
+count: A scalar, how many vectors, at least 1.
 timeout_secs: A scalar, how long to wait; infinity for no deadline.
 place: [2] the round that is open with this center, and its generation.
-value: The vector.
-velocity: Whether to read the velocity of the outer steps.
+value: The vectors, one after the other.
+what: If it is "velocities", those of the outer steps. "errors" and "codes" are
+  those of Wrapopt>Encode, if codes travel: the codes of the last round tell a
+  worker that holds the center of the round before how to get to this one. There
+  are none after Wrapopt>AveragingRestore.
 )doc");
 
 }  // namespace wrapopt

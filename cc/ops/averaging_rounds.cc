@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -56,6 +57,25 @@ absl::Status CheckVectors(const tensorflow::DataTypeVector& dtypes,
   return absl::OkStatus();
 }
 
+absl::Status CheckTravels(const std::string& travels,
+                          const tensorflow::DataTypeVector& dtypes,
+                          bool holds_center) {
+  if (travels.empty()) return absl::OkStatus();
+  if (!holds_center) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "travels must be '' if the center is in variables, got '", travels,
+        "'"));
+  }
+  for (const tensorflow::DataType dtype : dtypes) {
+    if (dtype != tensorflow::DT_FLOAT) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("dtypes must be float if codes of ", travels,
+                       " travel, got ", DataTypeString(dtype)));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count) {
   int64_t left = count;
   for (const int64_t size : sizes) {
@@ -102,8 +122,13 @@ absl::Status RoundsShape(InferenceContext* c) {
   std::vector<int64_t> sizes;
   TF_RETURN_IF_ERROR(c->GetAttr("dtypes", &dtypes));
   TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
+  TF_RETURN_IF_ERROR(CheckVectors(dtypes, sizes));
+  std::string travels;
+  bool holds_center;
+  TF_RETURN_IF_ERROR(c->GetAttr("travels", &travels));
+  TF_RETURN_IF_ERROR(c->GetAttr("holds_center", &holds_center));
   c->set_output(0, c->Scalar());
-  return CheckVectors(dtypes, sizes);
+  return CheckTravels(travels, dtypes, holds_center);
 }
 
 absl::Status StateShape(InferenceContext* c) {
@@ -127,6 +152,7 @@ REGISTER_OP("Wrapopt>AveragingRounds")
     .Attr("dtypes: list({float, double}) >= 0 = []")
     .Attr("sizes: list(int) >= 0 = []")
     .Attr("holds_center: bool = true")
+    .Attr("travels: {'', 'bfloat16', 'int8', 'int4'} = ''")
     .Attr("settings: string = ''")
     .Attr("container: string = ''")
     .Attr("shared_name: string = ''")
@@ -177,6 +203,12 @@ num_workers: The number of workers.
 dtypes: For each vector of the center, its dtype.
 sizes: The same, the number of elements.
 holds_center: Whether the rounds hold the center. If not, it is in variables.
+travels: What workers send, and take if they hold the center of the round
+  before: "" for the numbers themselves, or the dtype of codes, see
+  Wrapopt>Encode. Then a worker sends codes of its values minus the center, and
+  Wrapopt>AveragingOuterStep encodes how far the center goes. The center is the
+  sum of all decoded updates, in all workers and on the server. The rounds keep
+  the error of the last update, and add it to the next one.
 settings: Tells how the center is used. This and the attributes above must be
   the same in all ops that share the rounds. If it has several lines, an error
   names the first one that differs, in both. In a line, what follows a tab is
@@ -252,7 +284,7 @@ REGISTER_OP("Wrapopt>AveragingStage")
     .Input("first: int64")
     .Input("values: T")
     .Output("accepted: bool")
-    .Attr("T: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
+    .Attr("T: list({" WRAPOPT_NUMBER_NAMES "uint8}) >= 0")
     .SetIsStateful()
     .SetShapeFn(
         Takes({"rounds", "worker", "known", "weight", "count", "first"}))
@@ -271,11 +303,14 @@ worker: The worker's name.
 known: [1 + M] from Wrapopt>AveragingEnter. With the numbers of a later
   generation, the values are a center for Wrapopt>AveragingRestore.
 weight: The weight of the values in the mean, at least 0.
-count: The number of all values: that of the center's vectors, 0 with weight 0;
-  in a center to restore, of its velocities, too.
-first: The index of the first of `values`.
+count: The number of all vectors: that of the center's, 0 with weight 0; in a
+  center to restore, of its velocities, too. If codes travel, the errors of all
+  vectors come before velocities.
+first: The index of the first vector.
 values: Vectors, of the dtypes and sizes of the center's; but for a center to
-  restore, half and bfloat16 for float. One whose buffer has no other owner is
+  restore, half and bfloat16 for float. Several consecutive ones may be one
+  value, one after the other. If codes travel, they are codes of vectors; but
+  not those of a center to restore. A value whose buffer has no other owner is
   not copied.
 accepted: False if another round is open, it is closed, the turn is over, or the
   worker's values are part of the round.
@@ -386,10 +421,10 @@ REGISTER_OP("Wrapopt>AveragingRestore")
 Begins a new generation of a server's rounds, with the center of a worker.
 
 The worker has sent the center by Wrapopt>AveragingStage, with this place, and
-may have sent velocities after it. If it has sent none, the open round begins
-again, with the center that the server has. Rounds that do not hold the center
-begin at any round; at -1, they wait for another generation, while their
-variables are written.
+may have sent errors and velocities after it. If it has sent none, the open
+round begins again, with the center that the server has. Rounds that do not hold
+the center begin at any round; at -1, they wait for another generation, while
+their variables are written.
 
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.

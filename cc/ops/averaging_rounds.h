@@ -2,6 +2,7 @@
 #define WRAPOPT_CC_OPS_AVERAGING_ROUNDS_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,6 +18,9 @@ absl::Status CheckPlace(const tensorflow::PartialTensorShape& shape);
 absl::Status CheckKnown(const tensorflow::PartialTensorShape& shape);
 absl::Status CheckVectors(const tensorflow::DataTypeVector& dtypes,
                           const std::vector<int64_t>& sizes);
+absl::Status CheckTravels(const std::string& travels,
+                          const tensorflow::DataTypeVector& dtypes,
+                          bool holds_center);
 // `sizes` divides `count` variables: into those of each vector, and counters. A
 // size of 0 is one counter; the rest are counters, too.
 absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count);

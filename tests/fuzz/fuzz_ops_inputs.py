@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
+import codes
 from wrapopt import _loader
 from wrapopt import _native
 
@@ -208,7 +209,7 @@ class _Maker:
       self.k = max(self.k, by_name["NK"].minimum)
     for attr in self.op.attr:
       if attr.type == "string":
-        attrs[attr.name] = ""
+        attrs[attr.name] = attr.default_value.s.decode()
       if attr.name == "rule":
         attrs["rule"] = self._pick([name for name, rule in
                                     _native.rules().items() if rule.is_update])
@@ -248,6 +249,8 @@ class _Maker:
         attrs[attr.name] = bool(rng.integers(2))
     if "value" in attrs:
       attrs["value"] = int(rng.integers(2))
+    if "dtype" in by_name:  # Of codes.
+      attrs["dtype"] = self._pick(codes.DTYPES)
     if "num_workers" in by_name:
       attrs.update(sizes=[3, 0], dtypes=[self._pick([FLOAT, DOUBLE])] * 2)
     self.main = main
@@ -384,6 +387,11 @@ class _Maker:
       return np.array("no rounds", object)
     if name == "token":  # All negative ones stand for none.
       return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
+    if "dtype" in self.case.attrs:
+      x = array(rng, dtype if name != "code" else FLOAT,
+                (int(np.prod(self.shapes[0])),))
+      return x if name != "code" else codes.encode(
+          x, self.case.attrs["dtype"])[0]
     if name == "code":  # Others are errors.
       return np.array(0, np.int32)
     if self.case.rounds:
@@ -419,7 +427,8 @@ class _Maker:
     numbers = {
         "min_workers": [1, rounds.workers], "most_turns": [0, 1, 9, 9],
         "turn_secs": [5., np.inf], "grace_secs": [0., 0.01, np.inf],
-        "process": [0], "weight": [1., 0.5, 3.], "count": [n],
+        "process": [0], "weight": [1., 0.5, 3.],
+        "count": [n] if "index" not in self.names else [1, n - self.first],
         "first": [self.first], "from_generation": [rounds.place[1]],
         "learning_rate": [1., 0.5], "momentum": [0., 0.9],
         "stepped": [0, n], "index": [self.first],
@@ -438,8 +447,9 @@ class _Maker:
       has_center = False
       sizes, dtypes = self._of_mean()
     if op == "AveragingCenter":
-      dtypes[self.first] = attrs["T"]
-      attrs["velocity"] = False
+      if attrs["T"] not in (FLOAT, DOUBLE):  # There are no codes.
+        attrs["T"] = FLOAT
+      dtypes[self.first:] = [attrs["T"]] * len(dtypes[self.first:])
     if op == "AveragingStage":
       self.row_dtypes["values"] = attrs["T"] = [
           self._value_dtype(t) for t in dtypes[self.first:]]

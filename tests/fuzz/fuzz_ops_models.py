@@ -15,6 +15,7 @@ import re
 import numpy as np
 import tensorflow as tf
 
+import codes
 import fuzz_ops_inputs as inputs
 import numerics
 from fuzz_ops_runs import check_bits
@@ -673,13 +674,18 @@ def _stage(call):
               f"count = {count}")
   values = call.ids("values")
   call.demand(0 <= first <= count - len(values), f"first = {first}")
-  for i, value in enumerate(values):
-    vector = (first + i) % n
+  for value in values:  # It may be that of several vectors.
     dtype = tf.as_dtype(value.dtype).as_datatype_enum
-    call.demand(value.shape == (rounds.sizes[vector],), "such a shape")
-    call.demand(dtype == rounds.dtypes[vector] or not restores and
-                dtype in inputs.LOW and rounds.dtypes[vector] == inputs.FLOAT,
-                f"a value of {value.dtype}")
+    call.demand(value.ndim == 1, "such a shape")
+    left = None
+    while left is None or left > 0:
+      call.demand(first < count, "more values")
+      left = (value.size if left is None else left) - rounds.sizes[first % n]
+      call.demand(left >= 0, "such a shape")
+      of = rounds.dtypes[first % n]
+      call.demand(dtype == of or not restores and dtype in inputs.LOW and
+                  of == inputs.FLOAT, f"a value of {value.dtype}")
+      first += 1
   members = set(rounds.members)
   if place == rounds.place:
     members |= set(rounds.staged) & set(workers)
@@ -835,12 +841,48 @@ def _center(call):
   rounds, index = call.case.rounds, int(call.number("index"))
   call.number("worker")
   call.demand(call.number("timeout_secs") > 0, "such a timeout")
-  attrs = call.case.attrs
+  attrs, end = call.case.attrs, index + int(call.number("count"))
   call.demand(rounds.center is not None and rounds.place[1] > 0 and
-              0 <= index < len(rounds.sizes) and not attrs["velocity"] and
-              attrs["T"] == rounds.dtypes[index], f"center {index}")
+              0 <= index < end <= len(rounds.sizes) and
+              attrs["what"] == "center" and
+              {attrs["T"]} == {*rounds.dtypes[index:end]},
+              f"center {index} to {end}")
   _want(call.outputs[0], rounds.place, "the place")
-  check_bits(call.outputs[1], rounds.center[index], "the center")
+  check_bits(call.outputs[1], np.concatenate(rounds.center[index:end]),
+             "the center")
+
+
+def _vectors(call, *names):
+  """Vectors of the same size."""
+  vectors = [call.ids(name)[0] for name in names]
+  call.demand(vectors[0].ndim == 1 and len({x.shape for x in vectors}) == 1,
+              "vectors of such shapes")
+  return vectors
+
+
+def _same_numbers(call, got, want, what):
+  call.compared += got.size
+  if not np.array_equal(got, want, equal_nan=True):
+    raise AssertionError(f"{what} is {got}, want {want}")
+
+
+def _encode(call):
+  values, center, error = _vectors(call, "values", "center", "error")
+  code, _, left = codes.encode_values(
+      values.astype(np.float32), center, error, call.case.attrs["dtype"])
+  check_bits(call.outputs[0], code, "a code")
+  _same_numbers(call, call.outputs[1], left, "what a code loses")
+
+
+def _add_decoded(call):
+  [center], [code] = _vectors(call, "center"), call.ids("code")
+  dtype = call.case.attrs["dtype"]
+  call.demand(code.shape == codes.encode(np.zeros_like(center), dtype)[0].shape,
+              f"a code of shape {code.shape}")
+  with np.errstate(all="ignore"):
+    want = codes.flushed(codes.flushed(center) + codes.flushed(
+        codes.decode(code, len(center), dtype)))
+  _same_numbers(call, call.outputs[0], want, "a center")
 
 
 def _rounds(call):
@@ -859,6 +901,7 @@ def _raise(call):
 
 
 _MODELS = {
+    "AddDecoded": _add_decoded,
     "Apply": _apply,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
@@ -881,6 +924,7 @@ _MODELS = {
     "CatchUp": _lagging("catch up"),
     "CheckInitialized": _check_initialized,
     "EmaUpdate": _ema_update,
+    "Encode": _encode,
     "Exchange": _exchange,
     "LockSteps": _lock,
     "Move": _move,

@@ -169,7 +169,7 @@ class World:
     double = lambda x: tf.constant(x, tf.float64)
     handle = last = self._raw(
         "Wrapopt>AveragingRounds", num_workers=rounds.workers, settings="",
-        dtypes=rounds.dtypes, sizes=rounds.sizes, container="",
+        dtypes=rounds.dtypes, sizes=rounds.sizes, container="", travels="",
         holds_center=rounds.center is not None,
         shared_name=self._name("rounds"))
     self.named.append(handle)

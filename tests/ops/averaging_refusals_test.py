@@ -18,6 +18,7 @@ FailedPrecondition = tf.errors.FailedPreconditionError
 InvalidArgument = tf.errors.InvalidArgumentError
 
 V = np.zeros(3, FLOAT)  # A value that is right.
+CODE = np.zeros(7, np.uint8)  # The same, as int8.
 
 
 @pytest.mark.parametrize("values, changed, text", [
@@ -160,7 +161,7 @@ INPUTS = {  # Of each op, after "rounds".
     "restore": "worker from_generation place job",
     "state": "",
     "outer_step": "known learning_rate momentum stepped",
-    "center": "worker index timeout_secs",
+    "center": "worker index count timeout_secs",
     "mean": "known",
 }
 GOOD = {**dict.fromkeys(SCALARS, 1), "worker": "a", "place": FIRST,
@@ -277,16 +278,56 @@ def test_numbers_of_variables_out_of_range(sizes):
 def test_centers_that_are_not_there(mode):
   server = Server(mode, holds_center=True)
   with pytest.raises(FailedPrecondition, match="index must be less than 0"):
-    server.run("center", "a", 0, 9., T=tf.float32)
+    server.run("center", "a", 0, 1, 9., T=tf.float32)
   server.stage("a", np.array([b"0 1 0 0 0"], object), V[:1])
   assert server.run("restore", "a", 0, FIRST, 0)
-  for error, index, kwargs, text in (
-      (FailedPrecondition, -1, {}, "index must be less than 1, .*, got -1"),
-      (FailedPrecondition, 0, {"velocity": True}, "values of the velocities"),
-      (InvalidArgument, 0, {"T": tf.float64}, "T must be float, the dtype of "
-       "value 0 of the center of averaging rounds '.*', got double")):
+  for error, index, count, kwargs, text in (
+      (FailedPrecondition, -1, 1, {}, "index must be less than 1, .*, got -1"),
+      *((FailedPrecondition, 0, 1, {"what": what}, f"values of the {what}")
+        for what in ("velocities", "errors", "codes")),
+      *((InvalidArgument, 0, count, {}, r"count must be in \[1, 1\] at index 0 "
+         f"of 1 values of the center of .*, got {count}")
+        for count in (0, 2, -1, 2**63 - 1)),
+      (InvalidArgument, 0, 1, {"T": tf.float64}, "T must be float, the dtype "
+       "of value 0 of the center of averaging rounds '.*', got double")):
     with pytest.raises(error, match=text):
-      server.run("center", "a", index, 9., **{"T": tf.float32, **kwargs})
+      server.run("center", "a", index, count, 9.,
+                 **{"T": tf.float32, **kwargs})
+
+
+@pytest.mark.parametrize("values, changed, text", [
+    ([V], {}, "value 0 of worker 'a' must be of dtype uint8, as codes, got "
+     "float"),
+    ([CODE[:6]], {}, r"misshapen: got \[6\] but expected \[7\] \(that of the "
+     "center"),
+    ([np.append(CODE, CODE)], {"count": 1}, r"got \[14\] but expected \[7\]"),
+    ([CODE, CODE], {}, "count of worker 'a' must be 1")])
+def test_codes_that_are_refused(mode, values, changed, text):
+  server = Server(mode, sizes=[3], holds_center=True, travels="int8")
+  known = np.array([b"0 1 0 0 0"], object)
+  for refused_, text_ in (
+      ([CODE], "must be of dtype float, as the center, got uint8"),
+      ([V, V, V, V], "must be 1, the number of vectors of the center, or more "
+       "for errors and velocities, got 4")):
+    with pytest.raises(InvalidArgument, match=text_):
+      server.stage("a", known, *refused_)
+  assert server.stage("a", known, V)
+  assert server.run("restore", "a", 0, FIRST, 0)
+  known = server.enter("a")
+  with pytest.raises(InvalidArgument, match=text):
+    server.stage("a", known, *values, **changed)
+  assert server.stage("a", known, CODE)
+
+
+@pytest.mark.parametrize("changed, text", [
+    ({"dtypes": [tf.float64]}, "dtypes must be float if codes of int8 travel, "
+     "got double"),
+    ({"holds_center": False}, "travels must be '' if the center is in "
+     "variables, got 'int8'")])
+def test_rounds_of_codes_that_are_refused(mode, changed, text):
+  with pytest.raises((InvalidArgument, ValueError), match=text):
+    assert Server(mode, **{"holds_center": True, "travels": "int8",
+                           **changed}).place
 
 
 RANKS = {"join": [0], "enter": [0, 1], "stage": [0], "arrive": [0, 1],

@@ -12,6 +12,7 @@ from tensorflow.python.eager import cancellation
 from averaging_server import Server, opened, raw_op
 import averaging_task
 from averaging_task import FIRST
+import codes
 import modes
 from modes import tf1
 from modes import uncompiled_mode as mode  # pylint: disable=unused-import
@@ -84,7 +85,8 @@ def test_outer_steps(mode):
 
   def read(index=0, **kwargs):
     place, value = server.run(
-        "center", "a", index, 9., T=[tf.float32, tf.float64][index], **kwargs)
+        "center", "a", index, 1, 9., T=[tf.float32, tf.float64][index],
+        **kwargs)
     return (*place, *value)
 
   known = np.array([b"3 4 0 0 0"], object)
@@ -100,15 +102,114 @@ def test_outer_steps(mode):
   known = server.close(2, (3, 4))
   for _ in range(2):
     assert tuple(server.run("outer_step", known, 0.5, 0.5, 1)) == (4, 4)
-  assert read() == (4, 4, 8.5, 23) and read(velocity=True) == (4, 4, 2, -4)
+  assert read() == (4, 4, 8.5, 23) and read(what="velocities") == (
+      4, 4, 2, -4)
   assert read(1) == (4, 4, 6)  # It takes no such steps.
   # Now D = 0, so the velocity halves, and the step is 0.25 of it.
   for worker in "ab":
     assert server.bring(worker, np.array([8.5, 23], FLOAT), np.zeros(1),
                         place=(4, 4))
   server.run("outer_step", server.close(2, (4, 4)), 0.5, 0.5, 1)
-  assert read() == (5, 4, 8.25, 23.5) and read(velocity=True)[2:] == (1, -2)
+  assert read() == (5, 4, 8.25, 23.5) and read(what="velocities")[2:] == (
+      1, -2)
   assert list(server.run("state").numbers[:3]) == [2, 1, 0]
+
+
+def test_several_vectors_in_a_call(mode):
+  server = Server(mode, 1, holds_center=True, dtypes=[tf.float32] * 3,
+                  sizes=[2, 0, 3])
+  known = np.array([b"0 1 0 0 0"], object)
+  values = np.arange(5, dtype=FLOAT)
+  assert server.stage("a", known, values, count=3)
+  assert server.run("restore", "a", 0, FIRST, 0)
+  read = lambda index, count: server.run(
+      "center", "a", index, count, 9., T=tf.float32).value.tolist()
+  assert read(0, 3) == [0, 1, 2, 3, 4]
+  assert read(0, 2) == [0, 1] and read(1, 1) == [] and read(1, 2) == [2, 3, 4]
+  known = server.enter("a")
+  # Of half precision, in parts that may come in any order.
+  assert server.stage("a", known, HALF.type([7, 8, 9]), count=3, first=2)
+  assert server.stage("a", known, HALF.type([5, 6]), HALF.type([]), count=3)
+  assert server.run("arrive", "a", known).accepted
+  server.run("outer_step", server.close(1), 1., 0., 3)
+  assert read(0, 3) == [5, 6, 7, 8, 9]
+
+
+def code_of(x, dtype):
+  return codes.encode(FLOAT.type(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", codes.DTYPES)
+def test_codes_travel(mode, dtype):
+  sizes, rate, momentum = [130, 3, 200], FLOAT.type(0.7), FLOAT.type(0.9)
+  server = Server(mode, 2, holds_center=True, dtypes=[tf.float32] * 3,
+                  sizes=sizes, travels=dtype)
+  rng = np.random.default_rng(7)
+  normal = lambda: [rng.normal(size=n).astype(FLOAT) for n in sizes]
+
+  def read(what="center"):
+    place, value = server.run("center", "a", 0, 3, 9., what=what,
+                              T=tf.uint8 if what == "codes" else tf.float32)
+    return tuple(place), value
+
+  center, errors = normal(), [np.zeros(n, FLOAT) for n in sizes]
+  velocities = [np.zeros(n, FLOAT) for n in sizes[:2]]
+  known = np.array([b"0 1 0 0 0"], object)
+  assert server.stage("a", known, *center)
+  assert server.run("restore", "a", 0, FIRST, 0)
+  for what in "codes", "errors":
+    with pytest.raises(tf.errors.FailedPreconditionError, match=(
+        f"index must be less than 0, the number of values of the {what} of")):
+      read(what)
+  for r in range(4):
+    mean = None
+    for worker, weight in ("a", 1.), ("b", 3.):
+      sent = [code_of(x, dtype) for x in normal()]
+      # All vectors are one value.
+      known = server.enter(worker, place=(r, 1))
+      assert server.stage(worker, known, np.concatenate([c for c, _ in sent]),
+                          weight=weight, count=3)
+      assert server.run("arrive", worker, known).accepted
+      by = FLOAT.type(weight / (1 if mean is None else 4))
+      mean = [y if mean is None else m + by * (y - m)
+              for m, (_, y) in zip(mean or sent, sent)]
+    known = server.close(2, (r, 1))
+    for _ in range(2):
+      assert tuple(server.run("outer_step", known, rate, momentum, 2)) == (
+          r + 1, 1)
+    updates = list(mean)  # Of the last vector, which takes no outer step.
+    for i in range(2):
+      velocities[i] = momentum * velocities[i] - mean[i]
+      updates[i] = 0 - (rate * -mean[i] + momentum * velocities[i] * rate)
+    coded = [code_of(u + e, dtype) for u, e in zip(updates, errors)]
+    errors = [u + e - y for u, e, (_, y) in zip(updates, errors, coded)]
+    center = [c + y for c, (_, y) in zip(center, coded)]
+    for what, want in (("center", center), ("errors", errors),
+                       ("codes", [c for c, _ in coded])):
+      place, got = read(what)
+      assert place == (r + 1, 1)
+      np.testing.assert_array_equal(got, np.concatenate(want))
+  # A round without values moves nothing, and has no code.
+  for worker in "ab":
+    known = server.enter(worker, place=(4, 1))
+    assert server.stage(worker, known, weight=0.)
+    assert server.run("arrive", worker, known).accepted
+  server.run("outer_step", server.close(2, (4, 1)), rate, momentum, 2)
+  np.testing.assert_array_equal(read()[1], np.concatenate(center))
+  with pytest.raises(tf.errors.FailedPreconditionError):
+    read("codes")
+  np.testing.assert_array_equal(read("errors")[1], np.concatenate(errors))
+  # A restored center has the errors and velocities of the worker, or none.
+  known = np.array([b"3 2 0 0 0"], object)
+  assert server.stage("a", known, *center, *errors, *velocities)
+  assert server.run("restore", "a", 1, (3, 2), 0)
+  assert list(server.run("state").numbers[:2]) == [3, 2]
+  np.testing.assert_array_equal(read("errors")[1], np.concatenate(errors))
+  known = np.array([b"3 3 0 0 0"], object)
+  assert server.stage("a", known, *center)
+  assert server.run("restore", "a", 2, (3, 3), 0)
+  with pytest.raises(tf.errors.FailedPreconditionError):
+    read("errors")
 
 
 def test_four_workers_read_at_a_time(mode):
@@ -116,7 +217,7 @@ def test_four_workers_read_at_a_time(mode):
   assert server.stage("a", np.array([b"0 1 0 0 0"], object), [7.])
   assert server.run("restore", "a", 0, FIRST, 0)
   read = lambda worker, timeout_secs=math.inf: server.run(
-      "center", worker, 0, timeout_secs, T=tf.float32).value.tolist()
+      "center", worker, 0, 1, timeout_secs, T=tf.float32).value.tolist()
   for worker in "abcda":
     assert read(worker) == [7]
   with pytest.raises(tf.errors.DeadlineExceededError, match=(
@@ -132,6 +233,8 @@ def test_four_workers_read_at_a_time(mode):
     ("2, vectors double[1] in variables, settings ''", 2,
      {"dtypes": [tf.float64]}),
     ("2, vectors float[1], settings ''", 2, {"holds_center": True}),
+    ("2, vectors float[1] that travel as int4, settings ''", 2,
+     {"holds_center": True, "travels": "int4"}),
     ("2, vectors float[1] in variables, settings 's'", 2, {"settings": "s"})])
 def test_the_same_name_is_the_same_rounds(mode, of, workers, changed):
   server = opened(mode)
@@ -389,7 +492,7 @@ def test_a_step_that_was_answered_may_use_the_center():
     begun = Begun()
     with tf.control_dependencies([waits_of(handle, begun)["enter"]]):
       center = raw_op("center")(
-          handle, "a", 0, 9., T=tf.float32).value
+          handle, "a", 0, 1, 9., T=tf.float32).value
     again = raw_op("restore")(handle, "a", 1, (0, 2), 0)
     values = []
     in_threads(lambda: values.extend(session.run(center)),
@@ -695,7 +798,7 @@ def test_a_tensor_outlives_what_becomes_of_its_values():
   assert server.stage("a", known, value)
   assert server.run("restore", "a", 0, FIRST, 0)
   read = lambda: raw_op("center")(
-      server.handle, "a", 0, 9., T=tf.float64).value
+      server.handle, "a", 0, 1, 9., T=tf.float64).value
   center = read()
   assert server.bring("a", np.full(64, 5.))
   server.run("outer_step", server.close(1), 0.5, 0., 1)

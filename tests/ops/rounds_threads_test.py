@@ -113,7 +113,7 @@ class Worker:
       yield
       for i, mean in enumerate(np.mean([values(w, place) for w in members], 0)):
         at, center = raw.wrapopt_averaging_center(
-            server, self._name, i, self._wait_secs, T=tf.float32)
+            server, self._name, i, 1, self._wait_secs, T=tf.float32)
         assert tuple(at.numpy()) != next_ or abs(center[0] - mean) < 1e-4, (
             place, members, center, mean)
     self._cluster.rounds[len(members)] += 1

@@ -177,6 +177,19 @@ def _mutants():
   yield m("rounds: servers may be in another order",
           "wrapopt/_local/_settings.py", "list of servers = {index}",
           "list of servers = 0", "//tests/workers:local_training_test")
+  yield m("codes: the server forgets what its codes lose",
+          "cc/kernels/averaging_center.cc",
+          "MakeOwn(ctx, n, *center, &center->errors)",
+          "MakeOwn(ctx, n, *center, &(center->errors = {}))",
+          "//tests/ops:averaging_rounds_test")
+  yield m("codes: those of an old round are added",
+          "wrapopt/_local/_member.py",
+          "self.place == (place[0] - 1, place[1])", "self.place",
+          "//tests/workers:local_oracle_test")
+  yield m("codes: errors are taken over though values do not count",
+          "wrapopt/_local/_member.py",
+          "if self._counted and self._sent[0][1]", "if self._sent[0][1]",
+          "//tests/workers:simulator_test")
   yield m("rounds: two workers begin one job, each a fragment",
           "wrapopt/_local/_exchanges.py", "begins = begins and all(",
           "begins = True or all(", "//tests/workers:local_fragments_test")

@@ -137,7 +137,8 @@ def run(name, servers, num_workers, most_pushes, folder, saves):
     os.write(log, (json.dumps(line) + "\n").encode())
 
   # So that each server gets the values in several parts.
-  _layout._MOST_BYTES = 1024
+  _layout.PIECE = 256
+  _server._FIRST_BYTES = _server._MOST_BYTES = 1024
   variables = [tf.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
   fit = None
   if name == "w1":

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import FORKS, Oracle, Process, run_all
+import codes
+from local_parts import CodedOracle, FORKS, Oracle, Process, run_all
 import wrapopt
 from wrapopt import server as server_module
 
@@ -213,3 +214,71 @@ def test_fragments_and_overlap(
     np.testing.assert_allclose(got, right, rtol=0, atol=1e-4)
   for a, b in zip(center, of_other):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("rule, num_servers", [("DiLoCo", 3), ("LocalSGD", 1)])
+@pytest.mark.parametrize("dtype", codes.DTYPES)
+def test_codes_to_the_bit(dtype, rule, num_servers):
+  """Of three workers, one leaves and comes back, and one misses a round."""
+  servers = [server_module.start().target for _ in range(num_servers)]
+  rng = np.random.default_rng(1)
+  initial = rng.normal(size=500).astype(np.float32)
+  oracle = CodedOracle(initial, dtype, num_servers, *(
+      [] if rule == "DiLoCo" else [1, 0]))
+  weights = {f"w{k}": 1 + 2 * k for k in range(3)}
+  variables = {name: [tf.Variable(initial[:7]), tf.Variable(initial[7:])]
+               for name in weights}
+  locals_ = {
+      name: getattr(wrapopt, rule)(
+          variables[name], servers, name, 3, 1, min_workers=2, dtype=dtype,
+          weight="examples", round_timeout_secs=3) for name in weights}
+  member_of = lambda name: locals_[name]._exchanges.fragments[0].member
+  flat = lambda name: np.concatenate([v.numpy() for v in variables[name]])
+
+  def train(name):
+    delta = rng.normal(size=500).astype(np.float32)
+    variables[name][0].assign_add(delta[:7])
+    variables[name][1].assign_add(delta[7:])
+    return flat(name)
+
+  holds = {*weights}  # Those that hold the center of the last round.
+  for r in range(ROUNDS):
+    members = [*weights]
+    if 5 <= r < 9 or r == 12:
+      members.remove("w2")
+    if r == 5:
+      locals_["w2"].leave()
+    elif r == 9:
+      locals_["w2"].take_center()
+      holds.add("w2")
+    elif r == 13:  # It has missed a round, so what it has trained is lost.
+      train("w2")
+      locals_["w2"].step(1)
+      assert not locals_["w2"].report.counted
+      assert locals_["w2"].report.sent == 0
+      assert locals_["w2"].report.received == oracle.bytes
+      holds.add("w2")
+    values = {name: train(name) for name in members}
+    run_all(*[lambda name=name: locals_[name].step(weights[name])
+              for name in members])
+    # The servers' vectors, in full.
+    got = [member_of("w0").read(what)[1][0]
+           for what in ("center", "velocities", "errors")]
+    oracle.end_round(values, weights, got)
+    for name in members:
+      local = locals_[name]
+      assert local.round == r + 1 and local.report.counted
+      assert flat(name).tobytes() == oracle.center.tobytes()
+      assert member_of(name).center[0].tobytes() == oracle.center.tobytes()
+      assert local.report.workers == tuple(members)
+      assert local.report.sent == oracle.bytes
+      assert local.report.received == (oracle.bytes if name in holds else 2000)
+    holds = {*members}
+    for name, local in locals_.items():
+      if oracle.errors[name].any():
+        [error] = member_of(name).errors
+        np.testing.assert_array_equal(error, oracle.errors[name])
+  assert oracle.bytes < {"bfloat16": 1001, "int8": 540, "int4": 300}[dtype]
+  # What is held back is less than a step of the codes.
+  assert 0 < abs(oracle.lost).max() < {
+      "bfloat16": .1, "int8": .2, "int4": 3}[dtype]

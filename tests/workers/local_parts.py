@@ -1,5 +1,7 @@
 """The rule of DiLoCo in NumPy, and servers in processes of their own."""
 
+import collections
+import itertools
 import multiprocessing
 import threading
 import time
@@ -7,6 +9,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
+import codes
 import wrapopt
 from wrapopt import server
 
@@ -30,6 +33,68 @@ class Oracle:
     return self.center
 
 
+class CodedOracle:
+  """The rule with codes, in the arithmetic of workers and servers: float32.
+
+  Attributes:
+    center: A vector, which the servers divide between them.
+    errors: What the codes of each worker have lost, by name.
+    lost: What the codes of the servers have lost.
+    velocity: That of the outer steps.
+  """
+
+  def __init__(self, center, dtype, num_servers, rate=RATE, momentum=MOMENTUM):
+    self.center = np.float32(center)
+    size = len(self.center)
+    bounds = [-(-size * s // num_servers) for s in range(num_servers + 1)]
+    self._parts = [slice(*x) for x in itertools.pairwise(bounds)]
+    self.errors = collections.defaultdict(lambda: np.zeros_like(self.center))
+    self.lost = np.zeros_like(self.center)
+    self.velocity = np.zeros_like(self.center)
+    self._dtype = dtype
+    self._rate, self._momentum = np.float32(rate), np.float32(momentum)
+
+  @property
+  def bytes(self):
+    """The size of a code."""
+    return sum(len(codes.encode(self.center[part], self._dtype)[0])
+               for part in self._parts)
+
+  def end_round(self, values, weights, got):
+    """Ends a round. On each server, members arrive in an order of their own.
+
+    Args:
+      values: Those of the members, by name.
+      weights: Their weights.
+      got: [center, velocity, lost] of the servers, which orders must give.
+    """
+    for part in self._parts:
+      sent = {}
+      for name, x in values.items():
+        _, sent[name], self.errors[name][part] = codes.encode_values(
+            x[part], self.center[part], self.errors[name][part], self._dtype)
+      ends = [self._end(part, [(sent[name], weights[name]) for name in order])
+              for order in itertools.permutations(values)]
+      of_part = [x[part].tobytes() for x in got]
+      if of_part not in [[x.tobytes() for x in end] for end in ends]:
+        np.testing.assert_array_equal([x[part] for x in got], ends[0])
+        raise AssertionError(f"no order of {[*values]} gives these bits")
+    self.center, self.velocity, self.lost = got
+
+  def _end(self, part, sent):
+    """(center, velocity, lost) of a server, of values and their weights."""
+    mean, total = np.zeros_like(self.center[part]), 0.0
+    for value, weight in sent:
+      total += weight
+      by = np.float32(weight / total)
+      mean = value if by == 1 else mean + by * (value - mean)
+    velocity, update = self.velocity[part], mean
+    if (self._rate, self._momentum) != (1, 0):
+      velocity = self._momentum * velocity - mean
+      update = 0 - (self._rate * -mean + self._momentum * velocity * self._rate)
+    _, moved, lost = codes.encode_values(
+        update, np.float32(0), self.lost[part], self._dtype)
+    return self.center[part] + moved, velocity, lost
 def run_all(*functions):
   """Runs functions in threads: the list of their results."""
   results = [None] * len(functions)

@@ -1,6 +1,7 @@
 """LocalSGD and DiLoCo: numbers, workers that stop, servers that are lost."""
 
 import collections
+import math
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -495,6 +497,9 @@ OTHER_SETTINGS = {
     "another rule of weights": (
         lambda a, b, v: ([a, b], v, {"weight": "equal"}),
         "have weight = 'steps', got weight = 'equal'"),
+    "other codes": (
+        lambda a, b, v: ([a, b], v, {"dtype": "int8"}),
+        "have dtype = None, got dtype = 'int8'"),
     "another rate": (
         lambda a, b, v: ([a, b], v, {"outer_learning_rate": 0.5}),
         "have outer_learning_rate = 0.7, got outer_learning_rate = 0.5"),
@@ -665,7 +670,8 @@ def test_commands_for_servers(capsys, monkeypatch):
       "    class = LocalSGD", "    number of servers = 1",
       "    place in the list of servers = 0", "    num_workers = 1",
       "    outer_learning_rate = 1.0", "    outer_momentum = 0.0",
-      "    weight = 'steps'", "    number of variables = 1",
+      "    weight = 'steps'", "    dtype = None",
+      "    number of variables = 1",
       '    variable 0 = float32 [2], stepped ("w:0")']
   assert server_module.drop_idle(server.target, 60) == []
   assert server_module.drop_idle(server.target, -1) == ["local_sgd"]
@@ -748,18 +754,22 @@ def test_step_in_a_function_that_xla_compiles_is_an_error():
     tf.function(local.step, jit_compile=True)()
 
 
-def test_checkpoints(tmp_path, servers):
+@pytest.mark.parametrize("dtype", [None, "int4"])
+def test_checkpoints(tmp_path, servers, dtype):
   def train(local, w, rounds):
     for _ in range(2 * rounds):
-      w.assign_add([0.5] * 4)
+      w.assign_add([0.5, 0.2, 0.1, 0.03])
       local.step()
     return w.numpy()
 
-  new = lambda names: make(
-      wrapopt.DiLoCo, [tf.Variable([0.0] * 4)], names, "a", 1, resume=True)
+  make_diloco = lambda w, names, **kwargs: make(
+      wrapopt.DiLoCo, [w], names, "a", 1, dtype=dtype, **kwargs)
+  new = lambda names: make_diloco(
+      tf.Variable([0.0] * 4), names, resume=True)
   w = tf.Variable([0.0] * 4)
-  local = make(wrapopt.DiLoCo, [w], servers, "a", 1)
+  local = make_diloco(w, servers)
   train(local, w, 3)
+  errors = member(local).errors
   path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
   want = train(local, w, 2)
   # Later servers keep their center.
@@ -768,12 +778,67 @@ def test_checkpoints(tmp_path, servers):
 
   others = [server_module.start() for _ in servers]
   v = tf.Variable([7.0] * 4)
-  again = make(wrapopt.DiLoCo, [v], [s.target for s in others], "a", 1)
+  again = make_diloco(v, [s.target for s in others])
   tf.train.Checkpoint(local=again).restore(path).assert_consumed()
   v.assign_add([100.0] * 4)
   again.step()  # Takes the center.
   assert again.round == 3
+  np.testing.assert_array_equal(member(again).errors, errors)
   np.testing.assert_array_equal(train(again, v, 2), want)
+  if dtype and len(servers) < 3:  # Which have more numbers than one each.
+    assert np.any(errors)
+    # What a worker's codes have lost is not another's.
+    other = wrapopt.DiLoCo(
+        [tf.Variable([0.0] * 4)], [server_module.start().target
+                                   for _ in servers], "b", 1, 2,
+        dtype=dtype, checkpoint=path)
+    assert other.round == 3 and not member(other).errors
+    assert member(other).read("errors")[1][0].any()
+
+
+@pytest.mark.parametrize("dtype, of, error", [
+    ("int16", "float32", r"None or one of .*'int4'\), got 'int16'"),
+    (tf.bfloat16, "float32", "None or one of .*, got tf.bfloat16"),
+    ("int8", "float64", "None for variables of dtype float64, got 'int8' and "
+     "'x:0'")])
+def test_codes_that_are_refused(dtype, of, error):
+  x = tf.Variable(tf.zeros([1], of), name="x")
+  for kwargs in {"averaged": [x]}, {}:
+    with pytest.raises(ValueError, match="`dtype` must be " + error):
+      make(wrapopt.DiLoCo, [tf.Variable([0.0])] if kwargs else [x],
+           ["localhost:1"], "a", 1, dtype=dtype, **kwargs)
+
+
+def test_codes_of_several_dtypes_in_a_function(servers):
+  """A worker without finite values does not count, and loses no errors."""
+  variables = [tf.Variable(tf.zeros([300], "float16")),
+               tf.Variable(tf.zeros([200]))]
+  statistic = tf.Variable(tf.zeros([3]))
+  local = make(wrapopt.DiLoCo, variables, servers, "a", 1, dtype="int8",
+               sync_every=1, averaged=[statistic])
+  step = tf.function(local.step)
+  rng = np.random.default_rng(1)
+  for r in range(6):
+    distance = rng.normal(size=500) + 0.5
+    if r == 3:
+      distance[400] = np.nan
+    center, errors = member(local).center, member(local).errors
+    for v, d in zip(variables, np.split(distance, [300])):
+      v.assign_add(tf.cast(d, v.dtype))
+    statistic.assign([r, 1.0, 2.0])
+    if r == 3:
+      with pytest.raises(tf.errors.InvalidArgumentError, match="No worker of"):
+        step()
+      local.take_center()
+      for got, want in zip(member(local).center, center):
+        np.testing.assert_array_equal(got, want)
+      assert member(local).errors is errors
+      continue
+    step()
+    assert local.report.counted
+    # One byte for each number, and scales.
+    assert 503 < local.report.sent == local.report.received < 503 + 4 * 13
+    assert abs(statistic.numpy() - [r, 1.0, 2.0]).max() < 0.05
 
 
 def test_progress_and_scalars(tmp_path, capsys):
@@ -792,7 +857,8 @@ def test_progress_and_scalars(tmp_path, capsys):
     for value in event.summary.value:
       seen[value.tag].append((event.step, float(tf.make_ndarray(value.tensor))))
   assert seen["rounds/workers"] == [(1, 1.0), (2, 1.0)]
-  assert seen["rounds/bytes_sent"] == [(1, 8.0), (2, 8.0)]
+  for key in "sent", "received":
+    assert seen["rounds/bytes_" + key] == [(1, 8.0), (2, 8.0)]
   assert [at for at, _ in seen["rounds/seconds"]] == [1, 2]
 
 
@@ -883,30 +949,44 @@ def test_an_error_is_not_searched_for_names_of_ops():
   assert raised.value.message == text
 
 
-def test_others_are_answered_between_parts_of_values(monkeypatch):
-  server = server_module.start()
-  w = tf.Variable(tf.zeros([3 * 2**20 + 1]))  # Of 12 MiB and 4 bytes.
-  local, other = [
-      make(wrapopt.LocalSGD, [w], [server.target], name, 2, min_workers=1,
-           grace_secs=0) for name in "ab"]
-  [lead] = member(other)._servers
-  run, calls = _server.Server._run, []
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_call_takes_half_a_second_of_a_slow_link(monkeypatch, dtype):
+  rate, now, calls = math.inf, 0.0, []  # Bytes a second; seconds; bytes.
+  run = _server.Server._run
 
-  def run_and_ask(self, fetches, wait_secs=0.0, **values):
+  def run_slowly(self, fetches, wait_secs=None, **values):
+    nonlocal now
     got = run(self, fetches, wait_secs, **values)
-    if self is not lead:
-      run(lead, tuple(lead._state))
-      calls.append([sum(np.asarray(x).nbytes for x in xs) for xs in (
-          values.values(), tf.nest.flatten(got))])
+    size = sum(np.asarray(x).nbytes for x in
+               [*values.values(), *tf.nest.flatten(got)])
+    now += size / rate
+    calls.append(size)
     return got
 
-  monkeypatch.setattr(_server.Server, "_run", run_and_ask)
-  local.step(steps=2)
-  assert local.report.counted
-  sent, got = np.max(calls, axis=0)
-  assert 4 * 2**20 <= min(sent, got) and max(sent, got) < 4 * 2**20 + 1000
-  # Each 3 MiB numbers take three calls, and the one that is left another.
-  assert [sum(x > 2**20 for x in xs) for xs in zip(*calls)] == [3, 3]
+  monkeypatch.setattr(_server.Server, "_run", run_slowly)
+  monkeypatch.setattr(_server, "time", types.SimpleNamespace(
+      monotonic=lambda: now, time_ns=time.time_ns))
+  server = server_module.start()
+  w = tf.Variable(tf.zeros([3 * 2**20 + 1]))  # Of 12 MiB and 4 bytes.
+  local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=1,
+               dtype=dtype)
+  large = lambda: [size for size in calls if size > 1000]
+  piece = 2**18 if dtype is None else 2**16 + 2**11
+  # The first center, up and down: more in each call.
+  assert [round(size / 2**18) for size in large()] == 2 * [1, 2, 4, 8, 16, 17]
+  for rate, once, most in [
+      (math.inf, False, 16 * 2**20), (1.25e6, True, 0.5 * 1.25e6),
+      (1e5, True, piece), (math.inf, True, 16 * 2**20)]:
+    for _ in range(1 + once):  # After the first round, the speed is known.
+      calls.clear()
+      w.assign_add(tf.ones_like(w))
+      local.step()
+      assert local.report.counted
+    size = 4 * (3 * 2**20 + 1) if dtype is None else (
+        3 * 2**20 + 1 + 4 * (3 * 2**13 + 1))
+    assert local.report.sent == local.report.received == size
+    assert max(large()) < most + 1000
+    assert len(large()) == 2 * -(-48 // (most // piece))
 
 
 def test_a_server_ends_cleanly():

@@ -34,6 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 import _rounds
+import codes
 import wrapopt
 from wrapopt._local import _exchanges
 from wrapopt._local import _layout
@@ -117,6 +118,9 @@ class Thread:
     self.members = []  # One for each fragment.
     self.took_at = {}  # By Member: when it began to take its center.
     self.tries = 0  # To make members.
+    # By Member: (its place, the errors of its codes), and whether it does not
+    # know if its values count, since the answer was lost.
+    self.errors, self.unsure = {}, {}
     self.turn = None  # The last one: (incarnation of the lead, its number).
     # The fragments and names of workers: told last, and told before it entered.
     self.hears_left, self.knows_left = set(), set()
@@ -284,8 +288,12 @@ class Session:
                 fetches[0], feeds)
     self._calls = [c for c in self._calls if c.answer is None] + [call]
     world.count_call(call)
+    if call.op == "arrive":
+      me.owner.unsure[call.part.fragment] = True
     value, lost = self._wait(call, options.timeout_in_ms / 1000)
     world.count_call(call)
+    if call.op == "arrive" and lost is None:
+      me.owner.unsure[call.part.fragment] = False
     if lost is not None:
       raise lost
     i = call.part.fragment
@@ -519,23 +527,32 @@ class Part:
         place=_rounds.Place(*place), min_workers=min_workers,
         grace_secs=grace_secs, timeout_secs=timeout_secs)
 
-  def _center(self, call, reply, *, worker, timeout_secs, first, **_):
+  def _center(self, call, reply, *, worker, timeout_secs, first, count,
+              what="values", **_):
     def read(_):
-      if not 0 <= first < len(self.values):
+      values = getattr(self, what)
+      if not 0 <= first < first + count <= len(values):
         raise error(tf.errors.FAILED_PRECONDITION,
-                    f"index {first} of {len(self.values)}")
-      return self.rounds.known().place, self.values[first].copy()
+                    f"index {first} of {len(values)}")
+      return (self.rounds.known().place,
+              np.concatenate(values[first:first + count]))
     return self._start(call, reply, read, what=_rounds.For.READ,
                        worker=worker, timeout_secs=timeout_secs)
 
+  def _codes(self, call, reply, **kwargs):
+    return self._center(call, reply, what="codes", **kwargs)
+
   def _stage(self, call, reply, *, worker, known, weight, count, first,
-             float64=None, **_):
+             uint8=None, **feeds):
     known = Known.read(known)
     restores = known.place[1] > self.rounds.known().place[1]
     if not restores and not self.values:
       raise error(tf.errors.FAILED_PRECONDITION,
                   "must have a center before values are sent")
-    values = [] if float64 is None else [float64.copy()]
+    values = [feeds[key].copy() for key in ("float32", "float64")
+              if key in feeds]
+    if uint8 is not None:
+      values = [codes.decode(uint8, self.values[first].size, self.world.dtype)]
     accepted = self.rounds.stage(worker, known, weight, count, first, values)
     self._add_to_mean()
     return accepted
@@ -563,13 +580,19 @@ class Part:
       if not self.values or self.weight and len(self.mean) != len(self.values):
         raise error(tf.errors.FAILED_PRECONDITION,
                     "must have a center and a mean before the step")
-      if not self.velocities:
-        self.velocities = [np.zeros_like(v) for v in self.values]
+      dtype = self.world.dtype
+      for vectors in self.velocities, self.errors:
+        vectors[:] = vectors or [np.zeros_like(v) for v in self.values]
+      self.codes = []
       for i, mean in enumerate(self.mean):
-        way = self.values[i] - mean
+        way = -mean if dtype else self.values[i] - mean
         self.velocities[i] = momentum * self.velocities[i] + way
-        self.values[i] = self.values[i] - learning_rate * (
-            way + momentum * self.velocities[i])
+        update = -learning_rate * (way + momentum * self.velocities[i])
+        if dtype:
+          code, update, self.errors[i] = codes.encode_values(
+              np.float32(update), np.float32(0), self.errors[i], dtype)
+          self.codes.append(code)
+        self.values[i] = self.values[i] + update
       self.mean, self.weight = [], 0.0
       mapped(self.rounds.next)
       self.oracle.stepped(self, known.place, Known.with_values(texts))
@@ -583,7 +606,9 @@ class Part:
       self.mean, self.weight, self.job = [], 0.0, job
     if values:
       n = self.world.num_pieces(self.index)
-      self.values, self.velocities = values[:n], values[n:]
+      ends = 2 * n if self.world.dtype else n
+      self.values, self.errors, self.velocities, self.codes = (
+          values[:n], values[n:ends], values[ends:], [])
     if restored:
       self.oracle.restored(self, before, bool(values))
     return restored
@@ -594,8 +619,8 @@ class Oracle:
 
   def __init__(self, world, fragment):
     self._world, self._fragment = world, fragment
-    self.meant = {}  # (worker, round): [(vectors, weight)].
-    self._held = {}  # (place, server): (center, velocity).
+    self.meant = {}  # (worker, round): [(vectors, weight, errors, thread)].
+    self._held = {}  # (place, server): (center, velocity, errors).
     self._lives = {}  # The same: the incarnation of the server.
     # (round, server): by the bytes of its centers, the first center of each.
     self._of_round = {}
@@ -606,10 +631,47 @@ class Oracle:
     # The place of the round that ended: its members that had values.
     self.members = {}
 
-  def mean_to_send(self, worker, round_, vectors, weight):
-    self.meant.setdefault((worker, round_), []).append((vectors, weight))
+  def mean_to_send(self, thread, vectors, weight):
+    """Notes values, or what their codes tell, and what these lose."""
+    world, member, lost = self._world, thread.members[self._fragment], None
+    if world.dtype and vectors is not None:
+      errors = member.errors or [np.zeros_like(v) for v in vectors]
+      parts = [codes.encode_values(
+          *(world.part(x, i) for x in (vectors, member.center, errors)),
+          world.dtype)[1:] for i in range(world.num_servers)]
+      vectors, lost = map(world.whole, zip(*parts))
+    self.meant.setdefault((thread.name, member.place[0]), []).append(
+        (vectors, weight, lost, thread))
+
+  def check_errors(self, thread):
+    """A worker takes errors over if the values that have them count."""
+    if len(thread.members) <= self._fragment:
+      return
+    member = thread.members[self._fragment]
+    place, old = thread.errors.get(member, (None, ()))
+    thread.errors[member] = member.place, member.errors
+    if place in (None, member.place) or not self._world.dtype:
+      right = [old]
+    else:
+      meant = self.meant.get((thread.name, place[0]), [])
+      workers = self.members.get(place, ())
+      counted = {choice[workers.index(thread.name)]
+                 for choice in self._chosen.get(place, ())
+                 if thread.name in workers}
+      right = [lost for i, (_, _, lost, by) in enumerate(meant)
+               if by is thread and i in counted] or [old]
+      if thread.unsure.pop(self._fragment, False) or (
+          member.place[1] != place[1]):  # Or the round has begun again.
+        right = [old, *(x[2] for x in meant if x[3] is thread)]
+    if not any(np.allclose(member.errors or [0], x or [0], rtol=0, atol=1e-5)
+               for x in right):
+      raise Violation(f"{thread.name} keeps errors {member.errors} from "
+                      f"{place} to {member.place}, which should be one of "
+                      f"{right}")
 
   def _record(self, server, velocity, first):
+    lost = np.concatenate(server.errors or [
+        np.zeros_like(v) for v in server.values])
     place = server.rounds.known().place
     center = np.concatenate(server.values)
     key = place, server.index
@@ -619,7 +681,7 @@ class Oracle:
             self._lives[key] == server.server.incarnation or
             self._world.is_held(place, self._fragment)):
       raise Violation(f"server {server.index} has two centers of {place}")
-    self._held[key] = center, velocity
+    self._held[key] = center, velocity, lost
     self._lives[key] = server.server.incarnation
     centers = self._of_round.setdefault((place[0], server.index), {})
     centers.setdefault(center.tobytes(), first)
@@ -650,22 +712,26 @@ class Oracle:
     return self._of_round.get((round_, server), {}).get(center.tobytes())
 
   def stepped(self, server, place, workers):
-    center, velocity = self._held[place, server.index]
+    center, velocity, lost = self._held[place, server.index]
     if self.members.setdefault(place, workers) != workers:
       raise Violation(f"round {place} has two sets of members: "
                       f"{self.members[place]}, {workers}")
     got, right = np.concatenate(server.values), {}
+    left = np.concatenate(server.errors)
+    is_coded = self._world.dtype is not None
+    near = {"rtol": 1e-5, "atol": 1e-5} if is_coded else {
+        "rtol": 1e-9, "atol": 1e-9}
     sent = [[(i, x) for i, x in enumerate(self.meant.get((w, place[0]), ()))
              if x[0] is not None] for w in workers]
-    if not workers and np.array_equal(got, center):
+    if not workers and np.array_equal([got, left], [center, lost]):
       right[()] = velocity
     for choice in itertools.product(*sent) if workers else ():
-      values = [self._world.part(x, server.index) for _, (x, _) in choice]
-      weights = [weight for _, (_, weight) in choice]
-      way = center - np.average(values, axis=0, weights=weights)
+      values = [self._world.part(x[0], server.index) for _, x in choice]
+      mean = np.average(values, axis=0, weights=[x[1] for _, x in choice])
+      way = -mean if is_coded else center - mean
       new = MOMENTUM * velocity + way
-      if np.allclose(got, center - RATE * (way + MOMENTUM * new),
-                     rtol=1e-9, atol=1e-9):
+      update = -RATE * (way + MOMENTUM * new)
+      if np.allclose(got + left, center + lost + update, **near):
         right[tuple(i for i, _ in choice)] = new
     chosen = self._chosen.setdefault(place, set(right)) & set(right)
     if not chosen:
@@ -694,7 +760,7 @@ class Oracle:
                         f"another, {job}: {before}, {member.place}")
 
   def saved(self, rng):
-    """(round, center, velocities) of a checkpoint, or None."""
+    """(round, center, velocities, errors) of a checkpoint, or None."""
     servers = range(self._world.num_servers)
     places = [p for p in self._jobs
               if all((p, s) in self._held for s in servers)]
@@ -705,7 +771,7 @@ class Oracle:
     self._was_saved.add(first)
     return place[0], *(
         self._world.whole([self._held[place, s][i] for s in servers])
-        for i in range(2))
+        for i in range(3))
 
   def is_of_checkpoint(self, place):
     """Whether a center goes back to a checkpoint, and not to the first one."""
@@ -731,6 +797,8 @@ class Plan:
     self.trains = seed % 10 == 9 and f"w{seed // 10 % self.num_workers}"
     self.fragments, self.overlap_steps = random.Random(f"{seed}").choice(
         [(1, 0), (1, 1), (2, 0), (2, 1), (3, 1)]) if self.trains else (1, 0)
+    self.dtype = random.Random(f"{seed} dtype").choice(
+        [None, None, *codes.DTYPES])
     self.min_workers = rng.choice([1, 1, self.num_workers])
     self.grace = rng.choice([math.inf, math.inf, 0.0, 2.0])
     self.most_pushes = rng.choice([1, 4])
@@ -805,7 +873,10 @@ class World:
     self._server_trouble = [0.0]  # The times at which it ends.
     self._worker_trouble = [0.0]
     self.num_servers = plan.num_servers
-    self._layout = _layout.Layout([_VARIABLE], plan.num_servers)
+    self.dtype = plan.dtype
+    self.variable = (_VARIABLE._replace(dtype=tf.float32) if plan.dtype else
+                     _VARIABLE)
+    self.layout = _layout.Layout([self.variable], plan.num_servers, plan.dtype)
     self.servers = [Server(self, i, plan) for i in range(plan.num_servers)]
     self.oracles = [Oracle(self, i) for i in range(plan.fragments)]
     self._workers = {}
@@ -1035,16 +1106,16 @@ class World:
   # Workers.
 
   def num_pieces(self, server):
-    return len(self._layout.pieces[server])
+    return len(self.layout.pieces[server])
 
   def part(self, vectors, server):
     return np.concatenate([vectors[p.group][p.begin:p.end]
-                           for p in self._layout.pieces[server]])
+                           for p in self.layout.pieces[server]])
 
   def whole(self, parts):
     """The vectors with these parts, one of each server."""
-    vectors = self._layout.empty()
-    for part, pieces in zip(parts, self._layout.pieces):
+    vectors = self.layout.empty()
+    for part, pieces in zip(parts, self.layout.pieces):
       for p in pieces:
         vectors[p.group][p.begin:p.end] = part[:p.end - p.begin]
         part = part[p.end - p.begin:]
@@ -1072,8 +1143,8 @@ class World:
     plan, rng = self._plan, self._rng
     index = int(me.name[1:])
     trainer = (Training if me.name == plan.trains else Trainer)(me, plan)
-    initial = [[np.array([rng.random() for _ in x])
-                for x in self._layout.empty()] for _ in self.oracles]
+    initial = [[np.array([rng.random() for _ in x], x.dtype)
+                for x in self.layout.empty()] for _ in self.oracles]
     while not self._try(me, lambda: trainer.start(initial, me.saved)):
       pass
     for member, saved in zip(me.members, me.saved or ()):
@@ -1089,13 +1160,13 @@ class World:
       me.sleep(secs * (0.5 + rng.random()))
       i = min(range(plan.fragments), key=lambda i: me.members[i].place[0])
       member, oracle = me.members[i], self.oracles[i]
-      vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
+      vectors = [c + np.array([rng.uniform(-1, 1) for _ in c], c.dtype)
                  for c in member.center]
       if self._quiet_since is None and rng.random() < plan.not_finite:
         vectors = None
       weight = float(1 + index)
       before = member.place
-      oracle.mean_to_send(me.name, before[0], vectors, weight)
+      oracle.mean_to_send(me, vectors, weight)
       report = self._try(me, lambda: trainer.sync(i, vectors, weight))
       if not report:
         self._try(me, lambda: (
@@ -1172,6 +1243,8 @@ class World:
         raise Leave(1.0) from None
       return self._try(me, call)
     places = [m.place for m in me.members]
+    for oracle in self.oracles:
+      oracle.check_errors(me)
     self._say(me.name, "done", *places, failed or "")
     if me.interrupted is not None:
       raise Violation(f"Ctrl-C does not end a call of {me.name}")
@@ -1359,10 +1432,12 @@ class SimulatedServer(_server.Server):
     for op in ("join", "release", "leave", "follow", "close", "step",
                "restore"):
       setattr(self, "_" + op, prefix + op)
-    self._stage = {tf.float64: prefix + "stage", None: prefix + "stage"}
+    self._stage = dict.fromkeys(
+        [None, tf.float32, tf.float64, tf.uint8], prefix + "stage")
     self.look = lambda: f"{self.address} is simulated"
-    self._center = {(tf.float64, v): [prefix + "center"]
-                    for v in (False, True)}
+    self._center = {(tf.float32, "center"): [prefix + "center"],
+                    (tf.float64, "center"): [prefix + "center"],
+                    (tf.uint8, "codes"): [prefix + "codes"]}
 
 
 class Trainer:
@@ -1370,7 +1445,7 @@ class Trainer:
 
   def __init__(self, me, plan):
     self._members = me.members
-    layout = _layout.Layout([_VARIABLE], plan.num_servers)
+    layout = me.world.layout
     for i in range(plan.fragments):
       job = _server.Job(me.resumes)
       servers = [
@@ -1411,7 +1486,8 @@ class Training:
 
   def __init__(self, me, plan):
     self._me, self._plan, self._local = me, plan, None
-    self._variables = [tf.Variable(tf.zeros(_VARIABLE.shape, _VARIABLE.dtype))
+    v = me.world.variable
+    self._variables = [tf.Variable(tf.zeros(v.shape, v.dtype))
                        for _ in range(plan.fragments)]
 
   def start(self, initial, saved=None):
@@ -1432,8 +1508,8 @@ class Training:
         min_workers=plan.min_workers, round_timeout_secs=DEADLINE_SECS,
         grace_secs=plan.grace if plan.grace < math.inf else None,
         weight="examples", outer_learning_rate=RATE, outer_momentum=MOMENTUM,
-        most_pushes=plan.most_pushes, name="sim", resume=resumes,
-        checkpoint=saved, fragments=plan.fragments,
+        dtype=plan.dtype, most_pushes=plan.most_pushes, name="sim",
+        resume=resumes, checkpoint=saved, fragments=plan.fragments,
         overlap_steps=plan.overlap_steps)
     self._check()
 
@@ -1448,7 +1524,8 @@ class Training:
     if self._is_first:  # Else an error came between.
       self._is_first = False
       v, (c,) = self._variables[i], self._me.members[i].center
-      v.assign(v.numpy() + ((np.nan if vectors is None else vectors[0]) - c))
+      v.assign(c * np.nan if vectors is None else
+               vectors[0] + (v.numpy() - c))
       if not int(local._steps):
         local.step(weight - 1)
         weight = 1
@@ -1467,7 +1544,7 @@ class Training:
       self._is_first = True
     if local.report is before:  # It took the center instead.
       round_ = self._me.members[i].place[0]
-      return _member.Report(round_, False, (), (), 0.0, 0)
+      return _member.Report(round_, False, (), (), 0.0, 0, 0)
     return local.report
 
   def restore(self, saved):
@@ -1475,7 +1552,7 @@ class Training:
     rounds, *vectors = zip(*saved)
     tensors = {"round": rounds,
                "variables": [v.write() for v in local._described]}
-    for what, of in zip(("center", "velocity"), vectors):
+    for what, of in zip(("center", "velocity", "error"), vectors):
       tensors[f"{what}_0"] = np.concatenate([x for x, in of])
     local._restore_from_tensors(
         {key: tf.constant(x) for key, x in tensors.items()})

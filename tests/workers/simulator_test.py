@@ -1,9 +1,11 @@
 """The protocol of local training holds in simulated schedules."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import simulator
+from wrapopt._local import _codes
 from wrapopt._local import _exchanges
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -77,11 +79,11 @@ def one_server_does_not_follow(patch):
 def arrives_before_its_values(patch):
   push = _member.Member._push
 
-  def early(self, known, vectors, weight):
-    self._lead.stage(known, weight, vectors)
+  def early(self, known, arrays, weight):
+    self._lead.stage(known, weight, arrays[0])
     if self._others and not self._lead.arrive(known)[0]:
       return False
-    return push(self, known, vectors, weight)
+    return push(self, known, arrays, weight)
   patch.setattr(_member.Member, "_push", early)
 
 
@@ -136,6 +138,33 @@ def worker_sends_what_it_sent_before(patch):
   patch.setattr(_member.Member, "sync", stale)
 
 
+def worker_adds_no_errors(patch):
+  encode = _codes.encode
+  patch.setattr(_codes, "encode", lambda values, center, error, dtype: encode(
+      values, center, 0 * error, dtype))
+
+
+def errors_of_values_that_did_not_count_are_kept(patch):
+  pull = _member.Member._pull
+
+  def keep(self, place):
+    is_new = place != self.place and self._codes
+    pulled = pull(self, place)
+    if pulled and is_new:
+      self.errors = self._codes[1]
+    return pulled
+  patch.setattr(_member.Member, "_pull", keep)
+
+
+def codes_are_added_to_any_center(patch):
+  read = _member.Member._read
+
+  def add(self, place, vectors, what="center", held=None):
+    return read(self, place, vectors, what,
+                held or (self._layout.travels and self.center) or None)
+  patch.setattr(_member.Member, "_read", add)
+
+
 def momentum_is_forgotten(patch):
   step = simulator.Part._step
 
@@ -174,10 +203,11 @@ def worker_comes_back_as_the_same_process(patch):
 def values_that_are_not_finite_count(patch):
   stage = _server.Server.stage
 
-  def all_count(self, known, weight, vectors, *args):
-    if vectors is None:
-      vectors = self._layout.empty()
-    return stage(self, known, weight, vectors, *args)
+  def all_count(self, known, weight, arrays):
+    return stage(self, known, weight, arrays or [
+        np.zeros(_codes.size(self._layout.travels, len(x)), np.uint8)
+        if self._layout.travels else x
+        for x in self.parts(self._layout.empty())])
   patch.setattr(_server.Server, "stage", all_count)
 
 
@@ -250,7 +280,9 @@ BREAKS = [
     center_is_read_without_its_place, one_server_does_not_follow,
     arrives_before_its_values, weight_is_lost_on_one_server,
     older_center_is_taken, closed_round_is_left_open, deadline_is_of_a_call,
-    worker_sends_what_it_sent_before, momentum_is_forgotten,
+    worker_sends_what_it_sent_before, worker_adds_no_errors,
+    errors_of_values_that_did_not_count_are_kept,
+    codes_are_added_to_any_center, momentum_is_forgotten,
     worker_that_has_left_is_missed,
     lead_that_was_restarted_is_told_nothing,
     worker_comes_back_as_the_same_process, values_that_are_not_finite_count,

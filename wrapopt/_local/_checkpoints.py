@@ -44,38 +44,48 @@ def find(path, worker):
   return {tensor: reader.get_tensor(key) for tensor, key in keys.items()}
 
 
-def write(described, saved):
+# The names of tensors: the center, and what the codes of servers and of the
+# worker that has written them have lost.
+_NAMES = ("center", "velocity", "error", "own_error")
+
+
+def write(described, worker, saved):
   """The tensors of a center, by name.
 
   Args:
     described: The `_settings.Variable`s.
-    saved: For each fragment (round, center, velocities), the last two a list of
-      arrays, one for each of its variables.
+    worker: The name of the worker.
+    saved: For each fragment (round, center, velocities, errors of the servers,
+      errors of the worker), lists of arrays, one for each of its variables.
   """
   rounds, *values = zip(*saved)
   layout = _layout.Layout(described, 1)
   tensors = {
       "round": tf.constant(rounds if len(rounds) > 1 else rounds[0], tf.int64),
       "variables": tf.constant([v.write() for v in described])}
-  for what, of_fragments in zip(("center", "velocity"), values):
+  if any(values[-1]):
+    tensors["worker"] = tf.constant(worker)
+  for what, of_fragments in zip(_NAMES, values):
     if arrays := list(itertools.chain(*of_fragments)):
       tensors.update((f"{what}_{g}", tf.constant(x)) for g, x in enumerate(
           layout.flatten(arrays, layout.center_dtypes)))
   return tensors
 
 
-def read(described, tensors, fragments, only_finite):
+def read(described, worker, tensors, fragments, only_finite):
   """What `write` has saved, maybe in another number of fragments.
 
   Args:
     described: The `_settings.Variable`s.
+    worker: The name of the worker, which takes back its own errors.
     tensors: NumPy arrays, by name.
     fragments: The `_fragments.Fragment`s.
     only_finite: Whether the values must be finite.
 
   Returns:
-    For each fragment (round, center, velocities), the last two a list of
-    vectors, one for each group of its layout.
+    For each fragment what `Member.restore` takes: (round, center, velocities,
+    errors of the servers, errors of the worker), lists of vectors, one for each
+    group of its layout.
   """
   found = [
       _settings.Variable.read(text.decode()) for text in tensors["variables"]]
@@ -90,14 +100,18 @@ def read(described, tensors, fragments, only_finite):
   if len(rounds) != len(fragments):
     rounds = [max(rounds)] * len(fragments)
   values = []
-  for what in "center_", "velocity_":
-    vectors = [tensors[key] for key in sorted(tensors) if key.startswith(what)]
+  is_own = tensors.get("worker") == worker.encode()
+  for what in _NAMES:
+    vectors = [tensors[key] for key in sorted(tensors)
+               if key.startswith(what + "_") and (
+                   what != "own_error" or is_own)]
     if only_finite and not all(np.isfinite(x).all() for x in vectors):
       raise ValueError("The center and the velocity of a checkpoint must be "
                        "finite, got NaN or infinity: restore an earlier one.")
     arrays = iter(layout.split(vectors) if vectors else [])
     values.append([
         f.layout.flatten(list(itertools.islice(arrays, len(f.variables))),
-                         f.layout.center_dtypes) if vectors else []
+                         f.layout.center_dtypes)
+        if vectors and (f.layout.travels or "error" not in what) else []
         for f in fragments])
   return list(zip(rounds, *values))

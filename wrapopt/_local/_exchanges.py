@@ -238,7 +238,8 @@ class Exchanges:
       print((f"fragment {f.index}, " if len(self.fragments) > 1 else "") +
             f"round {report.round}: {len(report.workers)} workers "
             f"({', '.join(report.workers)}), {report.secs:.2f} s, "
-            f"{report.sent / 1e6:.2f} MB sent"
+            f"{report.sent / 1e6:.2f} MB sent, "
+            f"{report.received / 1e6:.2f} MB received"
             + ("" if report.counted else f"; '{self._worker}' did not count")
             + (f"; not finite: {', '.join(report.not_finite)}"
                if report.not_finite else ""),
@@ -261,6 +262,7 @@ class Exchanges:
     return {"rounds/workers": len(report.workers),
             "rounds/seconds": report.secs,
             "rounds/bytes_sent": report.sent,
+            "rounds/bytes_received": report.received,
             **({"rounds/fragment": report.fragment}
                if len(self.fragments) > 1 else {}),
             **{f"rounds/not_finite/{w}": 1 for w in report.not_finite}}

@@ -72,12 +72,14 @@ class Fragment:
     return self.member.place[0]
 
   def read(self, has_velocities):
-    """(round, center, velocities): lists of arrays, one for each variable."""
+    """What `_checkpoints.write` saves."""
     place, center = self.member.read()
-    at, velocities = place, []
-    if has_velocities:
-      at, velocities = self.member.read(velocities=True)
-    if at != place:
-      return self.read(has_velocities)
-    return place[0], self.layout.split(center), (
-        self.layout.split(velocities) if has_velocities else [])
+    travels, split = self.layout.travels, self.layout.split
+    values = [split(center)]
+    for what, has in ("velocities", has_velocities), ("errors", travels):
+      at, vectors = self.member.read(what) if has else (place, None)
+      if at != place:
+        return self.read(has_velocities)
+      values.append(split(vectors) if has else [])
+    own = self.member.errors or [np.zeros_like(c) for c in center]
+    return place[0], *values, split(own) if travels else []

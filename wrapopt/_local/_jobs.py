@@ -165,7 +165,8 @@ def _read(servers, found, secs):
           f"place is {index}.")
   if found[0] is None or found[0].place[0] < 0:
     return None
-  layout = _layout.Layout(settings.variables, len(servers))
+  layout = _layout.Layout(
+      settings.variables, len(servers), settings.dtype)
   place, vectors = found[0].place, layout.empty()
   for s, (address, part) in enumerate(zip(servers, found)):
     if not layout.pieces[s]:  # The model is smaller than the servers.

@@ -5,9 +5,9 @@ import typing
 import numpy as np
 import tensorflow as tf
 
-# A call sends at most this number of bytes of values, so that a server answers
-# short calls of other workers in between.
-_MOST_BYTES = 4 * 2**20
+# The numbers of a piece, of which a call carries one or more: 256 KiB of
+# float32, so that a slow link takes a second at most. Codes have whole blocks.
+PIECE = 2**16
 
 
 class Piece(typing.NamedTuple):
@@ -30,6 +30,7 @@ class Layout:
   another. Each server holds an equal part of each group.
 
   Attributes:
+    travels: The dtype of the codes that travel, or None for the numbers.
     dtypes: The dtype of each group, in which workers send values.
     center_dtypes: The dtype of each group in the center: float64 for float64,
       float32 for others.
@@ -38,13 +39,15 @@ class Layout:
     stepped: For each server, the number of these.
   """
 
-  def __init__(self, variables, num_servers):
+  def __init__(self, variables, num_servers, travels=None):
     """Divides variables.
 
     Args:
       variables: Variables of Settings: those that take outer steps come first.
       num_servers: The number of servers.
+      travels: The dtype of the codes that travel, or None.
     """
+    self.travels = travels
     self._variables = variables
     groups = {}  # (whether averaged, dtype): indices of variables.
     for i, v in enumerate(variables):
@@ -58,14 +61,13 @@ class Layout:
                    for group in self._groups]
     self.pieces = [[] for _ in range(num_servers)]
     self.stepped = [0] * num_servers
-    for g, (is_averaged, dtype) in enumerate(groups):
+    for g, (is_averaged, _) in enumerate(groups):
       size = sum(self._sizes[g])
-      step = _MOST_BYTES // tf.as_dtype(dtype).size
       bounds = [-(-size * s // num_servers) for s in range(num_servers + 1)]
       for s in range(num_servers):
         of_server = [
-            Piece(g, begin, min(begin + step, bounds[s + 1]))
-            for begin in range(bounds[s], bounds[s + 1], step)]
+            Piece(g, begin, min(begin + PIECE, bounds[s + 1]))
+            for begin in range(bounds[s], bounds[s + 1], PIECE)]
         self.pieces[s] += of_server
         self.stepped[s] += 0 if is_averaged else len(of_server)
 

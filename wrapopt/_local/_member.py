@@ -6,6 +6,7 @@ import typing
 import numpy as np
 import tensorflow as tf
 
+from wrapopt._local import _codes
 from wrapopt._local import _server
 
 _POLL_SECS = 0.1
@@ -36,6 +37,7 @@ class Report(typing.NamedTuple):
       not finite.
     secs: The time it took.
     sent: The number of bytes of values that this worker has sent.
+    received: The number of bytes of values that it has received.
     fragment: The index of the fragment of the variables.
   """
   round: int
@@ -44,6 +46,7 @@ class Report(typing.NamedTuple):
   not_finite: tuple
   secs: float
   sent: int
+  received: int
   fragment: int = 0
 
 
@@ -55,6 +58,8 @@ class Member:
   Attributes:
     place: (round, generation) of the center that this worker holds, or None.
     center: That center: a vector for each group.
+    errors: What the codes of this worker's values have lost, and the next code
+      adds: a vector for each group, or none for zeros.
   """
 
   def __init__(self, name, servers, layout, rules):
@@ -65,8 +70,15 @@ class Member:
     self._rules = rules
     self.place = None
     self.center = None
+    self.errors = ()
+    # (codes of values, what they lose); the place and that of those sent last,
+    # which are its errors once they count; and of those, if the lead has them.
+    self._codes = self._sent = self._counted = None
     self._has_taken = False  # A center of the servers.
-    self._velocities = ()  # Of a center from a checkpoint.
+    # Of a center from a checkpoint: velocities and errors of the servers, and
+    # (round, errors) of this worker.
+    self._velocities = self._lost = ()
+    self._saved_errors = None
     self._have_left = ()  # The names of workers.
 
   def start(self, initial, saved=None):
@@ -74,8 +86,7 @@ class Member:
 
     Args:
       initial: A vector for each group of the center.
-      saved: (round, center, velocities) of a checkpoint, as of `restore`; or
-        None.
+      saved: The arguments of `restore`, of a checkpoint; or None.
     """
     def take():
       if saved:
@@ -99,26 +110,38 @@ class Member:
       A Report.
     """
     began, before = time.monotonic(), self.place
-    self._sent, self._closed = 0, (before, (), ())
+    sent, received = self._bytes()
+    self._codes, self._closed = None, (before, (), ())
     self._until_deadline(lambda: self._take_part(vectors, weight))
     # After a restart of a server, the round may have had other members.
     (round_, generation), members, not_finite = self._closed
     if self.place != (round_ + 1, generation):
       members = not_finite = ()
-    return Report(self.place[0], self._name in members, members, not_finite,
-                  time.monotonic() - began, self._sent)
+    counted = self._name in members
+    now = self._bytes()
+    return Report(self.place[0], counted, members, not_finite,
+                  time.monotonic() - began, now[0] - sent, now[1] - received)
 
-  def read(self, velocities=False):
-    """Reads the center, or its velocities: (place, a vector for each group)."""
+  def _bytes(self):
+    """Of values: those sent, and those received."""
+    return (sum(s.sent for s in self._servers),
+            sum(s.received for s in self._servers))
+
+  def read(self, what="center"):
+    """Reads the "center", or its "velocities" or "errors".
+
+    Returns:
+      place, a vector for each group.
+    """
     def read():
       place = self._settle()
       vectors = self._layout.empty()
       for vector in vectors:
         vector.fill(0)
-      return self._read(place, vectors, velocities) and (place, vectors)
+      return self._read(place, vectors, what) and (place, vectors)
     return self._until_deadline(read)
 
-  def restore(self, round_, center, velocities):
+  def restore(self, round_, center, velocities, lost=(), errors=()):
     """The servers take a center, unless they have a later one.
 
     If a server has lost its part of a later one, they wait for a worker that
@@ -128,9 +151,11 @@ class Member:
       round_: Its round.
       center: A vector for each group.
       velocities: The same, or none.
+      lost: The same: the errors of the servers.
+      errors: The same of this worker, which are those of that round.
     """
     if self.place[0] <= round_:
-      self._hold(round_, center, velocities)
+      self._hold(round_, center, velocities, lost, errors)
     self.start(None)
 
   def is_current(self):
@@ -201,6 +226,7 @@ class Member:
           for a, b in zip(center, self.center))
       # After a restart of a server, the round may begin again.
       return not is_same
+    arrays = self._encode(vectors)
     # A turn is long enough to send values, also after the deadline.
     known = self._lead.enter(
         place, self._rules.most_pushes, self._left(),
@@ -208,7 +234,7 @@ class Member:
     if known.turn >= 0:
       pushed = False
       try:
-        pushed = self._push(known, vectors, weight)
+        pushed = self._push(known, arrays, weight)
       finally:
         if not pushed:
           self._lead.release(known.turn)
@@ -219,24 +245,49 @@ class Member:
     known = self._lead.wait_for_close(
         place, self._rules.min_workers, self._left(), self._rules.grace_secs)
     place = None
+    if self._name in known.workers:  # The lead's answer may have been lost.
+      self._counted = self._sent
     if known.workers or known.without_values:
       self._closed = known.place, known.workers, known.without_values
       place = self._step(known)
     place = place or self._settle()
     return place[0] > self.place[0] and self._pull(place)
 
-  def _push(self, known, vectors, weight):
+  def _encode(self, vectors):
+    """What to send of vectors: for each server, an array for each span.
+
+    Errors that this leaves are those of the worker once its values count. If
+    it begins again from the same center, it sends the same.
+    """
+    if vectors is None:
+      return [()] * len(self._servers)
+    dtype = self._layout.travels
+    if not dtype:
+      return [server.parts(vectors) for server in self._servers]
+    if not self._codes:
+      errors = self.errors or [np.zeros_like(c) for c in self.center]
+      codes, left = [], [np.empty_like(c) for c in self.center]
+      for server in self._servers:
+        codes.append([])
+        for g, begin, end in server.spans:
+          code, left[g][begin:end] = _codes.encode(
+              *(x[g][begin:end] for x in (vectors, self.center, errors)), dtype)
+          codes[-1].append(code)
+      self._codes = codes, left
+    return self._codes[0]
+
+  def _push(self, known, arrays, weight):
     """Sends the values to all servers, then arrives: whether it succeeded."""
     for server in self._others:
       if not server.follow(known):
         return False
-    for server in self._servers:
-      accepted, sent = server.stage(known, weight, vectors)
-      self._sent += sent
-      if not accepted:
+    for server, of_server in zip(self._servers, arrays):
+      if not server.stage(known, weight, of_server):
         return False
+    self._sent = self._codes and (self.place, self._codes[1])
     accepted, known = self._lead.arrive(known)
     if accepted:
+      self._counted = self._sent
       for server in self._others:
         server.follow(known)
     return accepted
@@ -254,20 +305,29 @@ class Member:
 
   def _pull(self, place):
     vectors = self._layout.empty()
-    if not self._read(place, vectors):
+    follows = self._layout.travels and self.place == (place[0] - 1, place[1])
+    if not self._read(place, vectors, held=self.center if follows else None):
       return False
-    self.place, self.center, self._velocities = place, vectors, ()
+    if self._sent and self._sent[0] != place:
+      if self._counted and self._sent[0][1] == place[1]:
+        self.errors = self._sent[1]
+      self._sent = self._counted = None
+    if self._saved_errors and self._saved_errors[0] == place[0]:
+      self.errors = self._saved_errors[1]  # They are not in a later center.
+    self.place, self.center, self._saved_errors = place, vectors, None
+    self._velocities = self._lost = ()
     self._has_taken = True
     self._lead.take()
     return True
 
-  def _hold(self, round_, center, velocities):
+  def _hold(self, round_, center, velocities, lost=(), errors=()):
     """Holds the center of a checkpoint, as if this worker had taken it."""
     self.place = round_, -1
-    self.center, self._velocities = center, velocities
+    self.center, self._velocities, self._lost = center, velocities, lost
+    self._saved_errors = errors and (round_, errors)
 
-  def _read(self, place, vectors, velocities=False):
-    return all(s.read(place, vectors, self._left(), velocities)
+  def _read(self, place, vectors, what="center", held=None):
+    return all(s.read(place, vectors, self._left(), what, held)
                for s in self._servers)
 
   def _states(self):
@@ -329,11 +389,12 @@ class Member:
         # not that of the other workers.
         if latest <= 0 and initial is not None and not lead.values and not any(
             s.of_other_job for s in others):
-          self._restore(states, (0, -1), initial, ())
+          self._restore(states, (0, -1), initial)
           continue
       elif self.place[0] >= latest or now > (
           self._begun + self._rules.round_timeout_secs / 2):
-        self._restore(states, self.place, self.center, self._velocities)
+        self._restore(states, self.place, self.center, self._lost,
+                      self._velocities)
         continue
       if now > self._deadline:
         raise tf.errors.DeadlineExceededError(None, None, (
@@ -346,13 +407,14 @@ class Member:
                 for server, s in zip(self._servers, states))))
       time.sleep(_POLL_SECS)
 
-  def _restore(self, states, held, center, velocities):
+  def _restore(self, states, held, center, lost=(), velocities=()):
     """Begins a generation on all servers, with a center where it is needed.
 
     Args:
       states: Those of the servers, in which something is wrong.
       held: (round, generation) of `center`.
       center: A vector for each group.
+      lost: The same, the servers' errors; or none.
       velocities: The same, or none.
     """
     # A worker that stops in its turn holds up no other for long; one that is
@@ -363,11 +425,11 @@ class Member:
       return
     try:
       if self._states()[0] == states:
-        self._restore_in_turn(known, states, held, center, velocities)
+        self._restore_in_turn(known, states, held, center, lost, velocities)
     finally:
       self._lead.release(known.turn)
 
-  def _restore_in_turn(self, known, states, held, center, velocities):
+  def _restore_in_turn(self, known, states, held, center, lost, velocities):
     # Later than that of a worker whose servers have lost all.
     generation = max(time.time_ns() // 10**6,
                      1 + max(s.place[1] for s in states))
@@ -377,7 +439,7 @@ class Member:
     known = known.at(place)
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):
-        server.stage(known, 1.0, center, velocities)
+        server.stage_center(known, center, lost, velocities)
         if self._rules.momentum and held[0] > 0 and not velocities:
           tf.get_logger().warning(
               "The outer momentum of server %s restarts in round %d.",

@@ -1,16 +1,20 @@
 """A worker's session with one server of a center."""
 
 import collections
+import itertools
 import math
 import secrets
 import socket
 import time
 import typing
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt._loader import ops as raw
+from wrapopt._local import _codes
 from wrapopt._local import _interrupts
+from wrapopt._local import _layout
 
 tf1 = tf.compat.v1
 
@@ -30,6 +34,13 @@ _ANSWER_SECS = 5.0
 # server that is gone waits for it when it ends.
 _SESSION_SECS = 5.0
 _LEAST_SESSION_SECS = 2.0
+
+# A call with values takes about this time, so that other workers' calls get
+# through a slow link in between; and it carries at most and at first so many
+# bytes, but one piece at least.
+_VALUES_SECS = 0.5
+_MOST_BYTES = 16 * 2**20
+_FIRST_BYTES = 256 * 2**10
 
 # A frame of HTTP/2.
 _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -192,6 +203,23 @@ class Job:
           "another name."))
 
 
+class _Pace:
+  """How many bytes a call carries in one direction, by the last calls."""
+
+  def __init__(self):
+    self._most = _FIRST_BYTES
+
+  def pieces(self, size):
+    """The number of pieces of that size in the next call."""
+    return max(1, int(self._most) // size)
+
+  def note(self, size, secs):
+    """Notes a call's bytes and its time. Short calls tell little of a link."""
+    if 2 * size > self._most or secs > _VALUES_SECS:
+      self._most = min(2 * max(self._most, size), _MOST_BYTES,
+                       size * _VALUES_SECS / max(secs, 1e-6))
+
+
 class _Session(tf.compat.v1.Session):
   """A session that does not search the texts of errors for names of ops.
 
@@ -221,6 +249,10 @@ class Server:
     address: That of the server.
     deadline: Until when a call may wait for the server, as of
       `time.monotonic`.
+    spans: Its parts of the groups: Pieces, each of all that the server has of
+      a group. A worker sends an array for each.
+    sent: The bytes of values that it has got.
+    received: The bytes of values that it has sent.
   """
 
   def __init__(self, address, name, worker, settings, num_workers, layout,
@@ -233,6 +265,13 @@ class Server:
     self._job = job
     self._pieces = layout.pieces[index]
     self._stepped = layout.stepped[index]
+    of_groups = [list(of_group) for _, of_group in itertools.groupby(
+        self._pieces, lambda p: p.group)]
+    self.spans = [p[0]._replace(end=p[-1].end) for p in of_groups]
+    self._stepped_spans = sum(
+        p[0] in self._pieces[:self._stepped] for p in of_groups)
+    self.sent = self.received = 0
+    self._up, self._down = _Pace(), _Pace()
     self._session = None
     self._is_interrupted = False
     with tf.Graph().as_default() as self._graph, tf.device("/cpu:0"):
@@ -243,6 +282,7 @@ class Server:
     groups = [p.group for p in self._pieces]
     rounds = raw.wrapopt_averaging_rounds(
         num_workers=num_workers, shared_name=name, settings=settings,
+        travels=self._layout.travels or "",
         dtypes=[self._layout.center_dtypes[g] for g in groups],
         sizes=[p.end - p.begin for p in self._pieces])
     fed = self._fed = {
@@ -282,14 +322,15 @@ class Server:
         rounds, **get("worker", "known", "weight", "count", "first"),
         values=values)
     self._stage, self._center = {None: stage()}, {}
-    for dtype in {*self._layout.dtypes, *self._layout.center_dtypes}:
+    for dtype in {*self._layout.dtypes, *self._layout.center_dtypes, tf.uint8}:
       value = fed[dtype.name] = tf1.placeholder(dtype, [None])
       self._stage[dtype] = stage(value)
-      if dtype in self._layout.center_dtypes:
-        for velocity in False, True:
-          self._center[dtype, velocity] = raw.wrapopt_averaging_center(
-              rounds, index=fed["first"], T=dtype, velocity=velocity,
-              **get("worker", "timeout_secs"))
+      for what in (["codes"] if dtype == tf.uint8 else
+                   ["center", "velocities", "errors"] *
+                   (dtype in self._layout.center_dtypes)):
+        self._center[dtype, what] = raw.wrapopt_averaging_center(
+            rounds, index=fed["first"], T=dtype, what=what,
+            **get("worker", "count", "timeout_secs"))
 
   def connect(self):
     """Begins a session, after the first or a lost one."""
@@ -388,33 +429,56 @@ class Server:
   def follow(self, known):
     return self._run(self._follow, known=known.texts)
 
-  def stage(self, known, weight, vectors, velocities=()):
-    """Sends this server's pieces of vectors, one call for each.
+  def parts(self, vectors):
+    """This server's parts of a vector for each group: an array a span."""
+    return [vectors[s.group][s.begin:s.end] for s in self.spans]
+
+  def stage(self, known, weight, arrays):
+    """Sends an array for each span, as many pieces in a call as take its time.
 
     Args:
       known: What the lead told when it gave this worker a turn.
       weight: Their weight in the mean.
-      vectors: A vector for each group; None for a worker without values.
-      velocities: The same of the velocities, for a center; or none.
+      arrays: Numbers or codes; none of a worker without values.
 
     Returns:
-      Whether the server accepted all, and the number of bytes.
+      Whether the server accepted all.
     """
-    if vectors is None:
+    if not arrays:
       return self._run(self._stage[None], known=known.texts, weight=0.0,
-                       count=0, first=0), 0
-    pieces = [vectors[p.group][p.begin:p.end] for p in self._pieces]
+                       count=0, first=0)
+    count = sum(-(-len(x) // self._piece(x.dtype)) for x in arrays)
+    first = 0
+    for array in arrays:
+      dtype, piece = tf.as_dtype(array.dtype), self._piece(array.dtype)
+      at = 0
+      while at < len(array):
+        pieces = self._up.pieces(piece * dtype.size)
+        part = array[at:at + pieces * piece]
+        begun = time.monotonic()
+        if not self._run(self._stage[dtype], known=known.texts, weight=weight,
+                         count=count, first=first, **{dtype.name: part}):
+          return False
+        self._up.note(part.nbytes, time.monotonic() - begun)
+        self.sent += part.nbytes
+        at += len(part)
+        first += -(-len(part) // piece)
+    return True
+
+  def stage_center(self, known, center, errors, velocities):
+    """Sends a center, as `stage`: with errors and velocities, or none."""
+    arrays = self.parts(center)
+    if self._layout.travels and (errors or velocities):
+      arrays += (self.parts(errors) if errors else
+                 [np.zeros_like(x) for x in arrays])
     if velocities:
-      pieces += [velocities[p.group][p.begin:p.end]
-                 for p in self._pieces[:self._stepped]]
-    sent = 0
-    for first, piece in enumerate(pieces):
-      dtype = tf.as_dtype(piece.dtype)
-      if not self._run(self._stage[dtype], known=known.texts, weight=weight,
-                       count=len(pieces), first=first, **{dtype.name: piece}):
-        return False, sent
-      sent += piece.nbytes
-    return True, sent
+      arrays += self.parts(velocities)[:self._stepped_spans]
+    return self.stage(known, 1.0, arrays)
+
+  def _piece(self, dtype):
+    """The elements of a piece in an array, which may be a code."""
+    return (_codes.size(self._layout.travels, _layout.PIECE)
+            if dtype == np.uint8 else _layout.PIECE)
 
   def arrive(self, known):
     """Returns whether the worker is a member now, and what the lead knows."""
@@ -467,29 +531,55 @@ class Server:
     return self._run(self._restore, place=place, job=self._job.number,
                      from_generation=from_generation)
 
-  def read(self, place, vectors, secs, velocities=False):
-    """Reads this server's pieces of the center into vectors.
+  def read(self, place, vectors, secs, what="center", held=None):
+    """Reads this server's spans of the center into vectors.
 
     Args:
       place: That of the center.
       vectors: A vector for each group.
       secs: How long to wait for other workers that read.
-      velocities: Whether to read the velocities instead.
+      what: "center", "velocities" or "errors", for which vectors of zeros stay
+        as they are if there are none.
+      held: The center of the round before, a vector for each group, if codes
+        may tell how it has moved.
 
     Returns:
       Whether the center was of `place` all the time.
     """
-    if velocities and not self.state()[0].velocities:
-      return self.state()[0].place == place  # They are 0.
-    pieces = self._pieces[:self._stepped] if velocities else self._pieces
-    is_current = True
-    for i, p in enumerate(pieces):
-      dtype = self._layout.center_dtypes[p.group]
-      at, value = self._run(tuple(self._center[dtype, velocities]), secs,
-                            first=i, timeout_secs=secs)
-      is_current = tuple(at) == place
-      if not is_current:
-        break
-      vectors[p.group][p.begin:p.end] = value
+    what = "codes" if held else what
+    try:
+      return self._read(place, vectors, secs, what, held)
+    except tf.errors.FailedPreconditionError:  # There are none.
+      if what == "center":
+        raise
+    if held:
+      return self.read(place, vectors, secs)
     self.release()
-    return is_current
+    return self.state()[0].place == place
+
+  def _read(self, place, vectors, secs, what, held):
+    spans = (self.spans[:self._stepped_spans] if what == "velocities" else
+             self.spans)
+    first = 0
+    for span in spans:
+      dtype = (tf.uint8 if held else self._layout.center_dtypes[span.group])
+      piece = self._piece(dtype.as_numpy_dtype) * dtype.size
+      at = span.begin
+      while at < span.end:
+        end = min(at + self._down.pieces(piece) * _layout.PIECE, span.end)
+        count = -(-(end - at) // _layout.PIECE)
+        begun = time.monotonic()
+        now, value = self._run(tuple(self._center[dtype, what]), secs,
+                               first=first, count=count, timeout_secs=secs)
+        self._down.note(value.nbytes, time.monotonic() - begun)
+        self.received += value.nbytes
+        if tuple(now) != place:
+          self.release()
+          return False
+        if held:
+          value = _codes.add(held[span.group][at:end], value,
+                             self._layout.travels)
+        vectors[span.group][at:end] = value
+        at, first = end, first + count
+    self.release()
+    return True

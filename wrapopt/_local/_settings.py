@@ -52,6 +52,7 @@ class Settings(typing.NamedTuple):
     learning_rate: The outer learning rate.
     momentum: The outer momentum.
     weight: The rule of weights.
+    dtype: Of the codes that travel, or None.
     variables: A list of Variables: those that take outer steps come first.
     fragment: (its index, the number of fragments), of which each has rounds of
       its own.
@@ -62,6 +63,7 @@ class Settings(typing.NamedTuple):
   learning_rate: float
   momentum: float
   weight: str
+  dtype: typing.Optional[str]
   variables: list
   fragment: tuple = (0, 1)
 
@@ -78,17 +80,19 @@ class Settings(typing.NamedTuple):
         f"num_workers = {self.num_workers}",
         f"outer_learning_rate = {self.learning_rate!r}",
         f"outer_momentum = {self.momentum!r}", f"weight = {self.weight!r}",
+        f"dtype = {self.dtype!r}",
         f"number of variables = {len(self.variables)}",
         *(f"variable {i} = {v.write()}" for i, v in enumerate(self.variables))])
 
   @classmethod
   def read(cls, text):
     """(Settings, index) of a text."""
-    rule, servers, index, workers, rate, momentum, weight, _, *variables = [
-        line.split(" = ", 1)[1] for line in text.split("\n")]
+    (rule, servers, index, workers, rate, momentum, weight, dtype, _,
+     *variables) = [line.split(" = ", 1)[1] for line in text.split("\n")]
     rule, *fragment = re.split(", fragment | of ", rule)
     return cls(rule, int(servers), int(workers), float(rate), float(momentum),
                weight.strip("'"),
+               None if dtype == "None" else dtype.strip("'"),
                [Variable.read(v) for v in variables],
                tuple(map(int, fragment)) or (0, 1)), int(index)
 

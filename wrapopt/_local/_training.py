@@ -13,6 +13,7 @@ from wrapopt._averages import _companions
 from wrapopt._averages import _swap
 from wrapopt._loader import ops as raw
 from wrapopt._local import _checkpoints
+from wrapopt._local import _codes
 from wrapopt._local import _exchanges
 from wrapopt._local import _fragments
 from wrapopt._local import _interrupts
@@ -59,9 +60,10 @@ class LocalTraining(trackable.Trackable):
   """A worker that trains its variables, and shares a center at intervals.
 
   A `tf.train.Checkpoint` of it holds the center of the servers, its velocity
-  and its round. If it is restored, the servers take the center, unless theirs
-  is of a later round, and the worker takes that of the servers in the next
-  `step`, instead of a round.
+  and its round; with a `dtype`, also what codes have lost, on the servers and
+  of this worker, which alone takes that back. If it is restored, the servers
+  take the center, unless theirs is of a later round, and the worker takes that
+  of the servers in the next `step`, instead of a round.
 
   Attributes:
     variables: The shared variables, a list of `tf.Variable`s.
@@ -72,9 +74,9 @@ class LocalTraining(trackable.Trackable):
 
   def __init__(self, variables, servers, worker, num_workers, sync_every,
                min_workers, round_timeout_secs, grace_secs, weight,
-               local_weight, averaged, learning_rate, momentum, most_pushes,
-               progress, only_finite, name, resume, checkpoint, fragments,
-               overlap_steps):
+               local_weight, averaged, dtype, learning_rate, momentum,
+               most_pushes, progress, only_finite, name, resume, checkpoint,
+               fragments, overlap_steps):
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
@@ -119,6 +121,15 @@ class LocalTraining(trackable.Trackable):
     _checks.fraction("local_weight", local_weight)
     progress = _checks.boolean("progress", progress)
     self._only_finite = _checks.boolean("only_finite", only_finite)
+    if dtype is not None and not (isinstance(dtype, str) and
+                                  dtype in _codes.DTYPES):
+      raise ValueError(f"`dtype` must be None or one of {_codes.DTYPES}, got "
+                       f"{dtype!r}.")
+    doubles = [v.name for v in self.variables if v.dtype == tf.float64]
+    if dtype and doubles:
+      raise ValueError(
+          f"`dtype` must be None for variables of dtype float64, got {dtype!r} "
+          f"and '{doubles[0]}': they travel as they are.")
     most_pushes = _checks.integer("most_pushes", most_pushes, least=1)
     initial = [v.numpy() for v in self.variables]
     if self._only_finite and (
@@ -139,10 +150,10 @@ class LocalTraining(trackable.Trackable):
 
     def fragment(i, begin, end):
       of_fragment = described[begin:end]
-      layout = _layout.Layout(of_fragment, len(servers))
+      layout = _layout.Layout(of_fragment, len(servers), dtype)
       settings = _settings.Settings(
           subject, len(servers), num_workers, learning_rate, momentum, weight,
-          of_fragment, (i, fragments))
+          dtype, of_fragment, (i, fragments))
       job = _server.Job(resume)
       return _fragments.Fragment(
           i, self.variables[begin:end], layout, _member.Member(
@@ -189,7 +200,8 @@ class LocalTraining(trackable.Trackable):
     It has the attributes `round`, `counted` (whether the worker's values are
     part of it), `workers` (the names of its members), `not_finite` (the names
     of workers whose values did not count, since they were not finite), `secs`,
-    `sent` (the number of bytes) and `fragment` (its index).
+    `sent` and `received` (numbers of bytes of values), and `fragment` (its
+    index).
     """
     return self._exchanges.report
 
@@ -355,9 +367,9 @@ class LocalTraining(trackable.Trackable):
     In each round, `step` writes them to the default writer of `tf.summary`, if
     there is one, with the number of the round as their step: `rounds/workers`
     (the number of members), `rounds/seconds`, `rounds/bytes_sent`,
-    `rounds/not_finite/NAME`, 1 for each worker whose values did not count, and
-    with fragments `rounds/fragment`. Their step counts the rounds of all
-    fragments.
+    `rounds/bytes_received`, `rounds/not_finite/NAME`, 1 for each worker whose
+    values did not count, and with fragments `rounds/fragment`. Their step
+    counts the rounds of all fragments.
     """
     return self._exchanges.scalars()
 
@@ -390,7 +402,7 @@ class LocalTraining(trackable.Trackable):
 
   def _serialize_to_tensors(self):
     self._exchanges.wait()
-    return _checkpoints.write(self._described, [
+    return _checkpoints.write(self._described, self._worker, [
         f.read(self._has_velocities) for f in self._exchanges.fragments])
 
   def _restore_from_tensors(self, restored_tensors):
@@ -405,12 +417,13 @@ class LocalTraining(trackable.Trackable):
     return self._read_tensors(_checkpoints.find(path, self._worker))
 
   def _read_tensors(self, tensors):
-    """For each fragment (round, center, velocities); None if there are none."""
+    """For each fragment what `Member.restore` takes; None if there are none."""
     saved = tensors and _checkpoints.read(
-        self._described, tensors, self._exchanges.fragments,
+        self._described, self._worker, tensors, self._exchanges.fragments,
         self._only_finite)
     if saved and not self._has_velocities:
-      saved = [(round_, center, []) for round_, center, _ in saved]
+      saved = [(round_, center, [], *errors)
+               for round_, center, _, *errors in saved]
     return saved
 
 
