@@ -150,7 +150,7 @@ class AveragingEnterOp : public AsyncOpKernel {
   }
 };
 
-// What a worker sends.
+// A message of a worker: its values, or a center.
 struct Sent {
   std::string worker;
   Known known;

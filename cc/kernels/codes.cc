@@ -22,7 +22,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// What both kernels have: the kind of code, and the instruction set.
+// The base of both kernels.
 class CodeOp : public OpKernel {
  public:
   explicit CodeOp(OpKernelConstruction* ctx) : OpKernel(ctx) {

@@ -127,7 +127,7 @@ def test_several_vectors_in_a_call(mode):
   assert read(0, 3) == [0, 1, 2, 3, 4]
   assert read(0, 2) == [0, 1] and read(1, 1) == [] and read(1, 2) == [2, 3, 4]
   known = server.enter("a")
-  # Of half precision, in parts that may come in any order.
+  # The values may come in parts, in any order, and in half precision.
   assert server.stage("a", known, HALF.type([7, 8, 9]), count=3, first=2)
   assert server.stage("a", known, HALF.type([5, 6]), HALF.type([]), count=3)
   assert server.run("arrive", "a", known).accepted
