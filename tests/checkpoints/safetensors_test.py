@@ -1,9 +1,12 @@
 """Checkpoints of safetensors: files, shards, dtypes, errors."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+import types
 
 import h5py
 import ml_dtypes
@@ -390,6 +393,35 @@ def test_the_metadata_tell_how_to_make_it_again(tmp_path, monkeypatch, function,
   _, again = read(tmp_path / "again.safetensors")
   for name, (kind, x) in found.items():
     assert again[name][0] == kind and again[name][1].tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("has_tqdm", [False, True])
+def test_a_bar_is_for_terminals_and_needs_tqdm(tmp_path, monkeypatch,
+                                               is_terminal, has_tqdm):
+  for i in range(2):
+    write(tmp_path / f"{i}.safetensors", {"w": np.float32([i])})
+  totals = []
+
+  class Bar(contextlib.nullcontext):
+
+    def update(self, size):
+      totals[-1] -= size
+
+  def tqdm(total, **kwargs):
+    assert kwargs["unit"] == "B"
+    totals.append(total)
+    return Bar(Bar())
+
+  monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=tqdm))
+  monkeypatch.setattr(command.importlib.util, "find_spec",
+                      lambda name: has_tqdm and name == "tqdm" or None)
+  monkeypatch.setattr(sys, "stderr", io.StringIO())
+  monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+  command.main(["merge", str(tmp_path), "--output",
+                str(tmp_path / "out.safetensors")])
+  # All bytes that are read come to the bar.
+  assert totals == [0] * (is_terminal and has_tqdm)
 
 
 def test_nan_is_refused_and_named(tmp_path):
