@@ -65,7 +65,7 @@ void Reference(Code kind, const std::vector<float>& x, const Array& code,
       } else if ((i - begin) % 2 == 0) {
         *to++ = static_cast<char>(number & 15);
       } else {
-        to[-1] = static_cast<char>(to[-1] | (number << 4));
+        to[-1] = static_cast<char>(to[-1] | (number & 15) << 4);
       }
     }
   }
@@ -83,7 +83,8 @@ void Compare(Code kind, Number number, Isa isa, size_t size, size_t offset,
       Numbers(size, Number::kFloat, random, 3 * offset, specials);
   const Array code(CodeBytes(kind, size), offset);
   const Array want_code(CodeBytes(kind, size));
-  const Array left = in_place ? error : Array(size * sizeof(float), offset);
+  const Array left =
+      in_place ? error : Array(size * sizeof(float), offset * sizeof(float));
   const Array moved(size * sizeof(float)), want(size * sizeof(float));
   std::vector<float> x(size), y;
   {
@@ -103,7 +104,8 @@ void Compare(Code kind, Number number, Isa isa, size_t size, size_t offset,
   ExpectSame(left, want, Number::kFloat, where + ": errors");
   // The bits of a NaN are those of the scale.
   for (size_t i = 0; kind == Code::kBfloat16 && i < size; ++i) {
-    if (std::isnan(y[i])) code.as<uint16_t>()[i] = want_code.as<uint16_t>()[i];
+    if (!std::isnan(y[i])) continue;
+    std::memcpy(code.as<char>() + 2 * i, want_code.as<char>() + 2 * i, 2);
   }
   ASSERT_EQ(std::memcmp(code.data(), want_code.data(), code.bytes()), 0)
       << where;
