@@ -150,8 +150,8 @@ class CrossShardOptimizer(WrapperOptimizer):
         several groups and the replicas share a variable.
       RuntimeError: If called in the scope of a strategy, outside of its `run`.
     """
-    step = _step.asked(grads_and_vars, global_step, name, kwargs)
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 kwargs)
 
   def _take(self, step):
     grads_and_vars = step.grads_and_vars

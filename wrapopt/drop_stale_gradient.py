@@ -356,8 +356,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       kwargs["recorded"] = recorded
     if origins is not None:
       kwargs["origins"] = origins
-    step = _step.asked(grads_and_vars, global_step, name, kwargs)
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 kwargs)
 
   def _take(self, step):
     _check_pairs(step.grads_and_vars)
@@ -403,10 +403,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       try:
         with _records.new_stateful_ops() as new:
           taken = self._inner._take(step.with_fused(self._fused)._replace(
-              global_step=global_step, options=options, accept=verdict.accept,
-              transform=self._transform(verdict.staleness,
-                                        gradients[0].device),
-              compensation=compensation))
+              global_step=global_step, options=options, gate=_step.Gate(
+                  verdict.accept, compensation or self._transform(
+                      verdict.staleness, gradients[0].device))))
       except BaseException:
         # The update is in flight as long as its ticket exists, and the
         # traceback would keep the ticket alive.
@@ -448,8 +447,6 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _transform(self, staleness, device):
     """Applies the policy to an admitted gradient."""
-    if self._compensates():
-      return None
     # Once for all gradients, because a policy may be random.
     with tf.device(None), tf.device(device):
       factor = _staleness.factor(self._policy, staleness)

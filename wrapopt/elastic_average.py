@@ -311,8 +311,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, none has a gradient, or the getter
         did not make one.
     """
-    step = _step.asked(grads_and_vars, global_step, name, kwargs)
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 kwargs)
 
   def _take(self, step):
     self._getter.follow_files()

@@ -273,8 +273,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, no gradient or no global step, or
         `ma_custom_getter` did not make a variable.
     """
-    step = _step.asked(grads_and_vars, global_step, name, kwargs)
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 kwargs)
 
   def _take(self, step):
     self._getter.follow_files()

@@ -220,8 +220,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
         own value of a variable of the list.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
-    step = _step.asked(grads_and_vars, global_step, name, kwargs)
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 kwargs)
 
   def _take(self, step):
     kept = self._averages

@@ -230,8 +230,8 @@ class Clip(_wrapper.WrapperOptimizer):
         (tf.clip_by_value(g, -1.0, 1.0), v) for g, v in step.grads_and_vars]))
 
   def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-    step = _step.asked(grads_and_vars, global_step, name, {})
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 {})
 
 
 def test_a_new_wrapper_hides_nothing():

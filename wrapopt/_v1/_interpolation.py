@@ -71,8 +71,8 @@ class InterpolatingOptimizer(_wrapper.WrapperOptimizer):
       NotImplementedError: In a CentralStorageStrategy or a TPUStrategy.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
-    step = _step.asked(grads_and_vars, global_step, name, kwargs)
-    return _step.answer(step, self._take(step))
+    return _step.apply_gradients(self._take, grads_and_vars, global_step, name,
+                                 kwargs)
 
   def _take(self, step):
     trained = [v for g, v in step.grads_and_vars if g is not None]
@@ -117,7 +117,7 @@ class InterpolatingOptimizer(_wrapper.WrapperOptimizer):
                 if any(map(ops.is_ref_variable, used)) else tf.cond)
       return settled(lambda: moved, lambda: left, cond=cond)
 
-    return self._inner._take(step._replace(points=_interpolation.Points(
+    return self._inner._take(step._replace(averages=_interpolation.Points(
         z, points.state_of(graph), self._schedule, settle)))
 
   def _fuses(self):

@@ -282,12 +282,12 @@ def apply_interpolated(opt, step):
 
   Args:
     opt: The inner optimizer; `interpolated_rule_of` is not None.
-    step: A `_step.Step` with `points`.
+    step: A `_step.Step` that `is_interpolated`.
 
   Returns:
     The same as `opt.apply_gradients`.
   """
-  points = step.points
+  points = step.averages
   rule = interpolated_rule_of(opt, points.schedule)
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   grads = _reduced(grads, variables, step)

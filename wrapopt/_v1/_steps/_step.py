@@ -33,6 +33,29 @@ _Optimizer = tf.compat.v1.train.Optimizer
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+class Gate(typing.NamedTuple):
+  """A gate that a step must pass.
+
+  Attributes:
+    accept: A scalar bool tensor. If it is false, nothing changes.
+    policy: What the gate does to accepted gradients: a function that is applied
+      to each, a `_compensation.Compensated` of all of them, or None.
+  """
+  accept: tf.Tensor
+  policy: typing.Callable | _compensation.Compensated | None = None
+
+  @property
+  def compensation(self):
+    """The policy, if it compensates."""
+    return (self.policy if isinstance(self.policy, _compensation.Compensated)
+            else None)
+
+  @property
+  def transform(self):
+    """The policy, if it is a function of each gradient."""
+    return None if self.compensation else self.policy
+
+
 class Step(typing.NamedTuple):
   """A request to `apply_gradients`.
 
@@ -42,31 +65,33 @@ class Step(typing.NamedTuple):
     global_step: The step variable to increment, or None.
     name: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
     options: Further arguments of the inner optimizer's `apply_gradients`.
-    accept: True, or a scalar bool tensor. If it is false, nothing changes.
-    transform: A function that is applied to each accepted gradient, or None.
-    compensation: The `_compensation.Compensated` of the step, or None. A step
-      that has it has no `transform`.
-    averages: The `_plan.StepAverages` that this step updates, or None.
-    points: The `_interpolation.Points` of the step, or None. A step that has
-      them has no averages and no `accept`.
+    gate: Its `Gate`, or None.
+    averages: The `_plan.StepAverages` that this step updates, the
+      `_interpolation.Points` of a step between z and x, which has no gate, or
+      None.
     fused: Whether a native op takes the step if there is one. None if no
       wrapper has set it; False if one has disabled it.
     only_touched: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
-    train_ops: The collection of train ops before the step.
   """
   grads_and_vars: list
   global_step: tf.Variable | None = None
   name: str | None = None
   options: dict[str, typing.Any] = {}
-  accept: typing.Any = True
-  transform: typing.Callable | None = None
-  compensation: _compensation.Compensated | None = None
-  averages: _plan.StepAverages | None = None
-  points: _interpolation.Points | None = None
+  gate: Gate | None = None
+  averages: _plan.StepAverages | _interpolation.Points | None = None
   fused: bool | None = None
   only_touched: bool = True
-  train_ops: typing.Sequence = ()
+
+  @property
+  def accept(self):
+    """True, or the `accept` of its gate."""
+    return True if self.gate is None else self.gate.accept
+
+  @property
+  def is_interpolated(self):
+    """Whether it is a step between z and x."""
+    return isinstance(self.averages, _interpolation.Points)
 
   def with_fused(self, fused):
     """This step with the argument `fused` of a wrapper."""
@@ -86,28 +111,28 @@ class Taken(typing.NamedTuple):
   counted: bool
 
 
-def asked(grads_and_vars, global_step, name, options):
-  """The Step that a call of a wrapper's `apply_gradients` asks for.
+def apply_gradients(take, grads_and_vars, global_step, name, options):
+  """The `apply_gradients` of a wrapper.
 
   Args:
+    take: Its `_take`.
     grads_and_vars: As there; gradients are converted to tensors.
     global_step: As there.
     name: As there.
     options: Further arguments, a dict.
+
+  Returns:
+    The `done` of the step's Taken.
   """
-  return Step(
-      checked_gradients(grads_and_vars), _checks.variable_of(global_step), name,
-      options, train_ops=tf.compat.v1.get_collection(
-          tf.compat.v1.GraphKeys.TRAIN_OP))
-
-
-def answer(step, taken):
-  """What a wrapper's `apply_gradients` returns for a Taken of its Step."""
+  collection = tf.compat.v1.GraphKeys.TRAIN_OP
+  train_ops = tf.compat.v1.get_collection(collection)
+  done = take(Step(checked_gradients(grads_and_vars),
+                   _checks.variable_of(global_step), name, options)).done
   if not tf.executing_eagerly():
     # Replaces the train op of the inner optimizer.
-    tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [
-        *step.train_ops, getattr(taken.done, "op", taken.done)]
-  return taken.done
+    tf.compat.v1.get_collection_ref(collection)[:] = [
+        *train_ops, getattr(done, "op", done)]
+  return done
 
 
 # Arguments of TensorFlow's `apply_gradients` that are not attributes of a Step.
@@ -138,17 +163,17 @@ class Inner:
     if near is None or not gradients:
       return self._update(step)
     _replicas.check_single_replica(type(self._opt).__name__)
-    is_one_op, is_gated = self._is_one_op(step), step.accept is not True
-    if is_gated and is_one_op:  # A gradient may not have to travel.
+    is_one_op = self._is_one_op(step)
+    if step.gate and is_one_op:  # A gradient may not have to travel.
       ready = _records.when_ready(gradients)
     else:  # Nobody waits while they travel.
-      if is_gated:
-        step = step._replace(grads_and_vars=_withhold(step), transform=None)
+      if step.gate:
+        step = _withheld(step)
       gradients, variables = zip(*step.grads_and_vars)
       gradients, ready = _records.at_servers(gradients, variables, near)
       step = step._replace(grads_and_vars=list(zip(gradients, variables)))
     # A gate has asked already. A step between z and x cannot be skipped.
-    asks = (not is_gated and not step.points and
+    asks = (not step.gate and not step.is_interpolated and
             _replicas.is_shared(step.global_step))
     token = _tokens.next_of_function(step.global_step) if asks else _tokens.NONE
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
@@ -161,9 +186,10 @@ class Inner:
 
   def _is_one_op(self, step):
     """Whether a step is one op on each server, which reads no count."""
+    if step.is_interpolated or step.gate and step.gate.compensation:
+      return False
     schedule = step.averages and step.averages.schedule
-    return (step.points is None and step.compensation is None and
-            self._native_rule(step) is not None and
+    return (self._native_rule(step) is not None and
             type(self._opt)._finish is _Optimizer._finish and
             (not schedule or
              schedule.steps is None and schedule.num_updates is None))
@@ -183,7 +209,7 @@ class Inner:
       return self._update(step)
     accept, _, ticket = ops.begin_update(step.global_step, token=token)
     with _records.new_stateful_ops() as new:
-      taken = self._update(step._replace(accept=accept))
+      taken = self._update(step._replace(gate=Gate(accept)))
     with tf.control_dependencies(_records.updates(new)):
       ops.staleness_complete(ticket, step.global_step,
                              increment=not taken.counted)
@@ -192,27 +218,25 @@ class Inner:
   def _update(self, step):
     """Takes a step that was admitted, or has to ask nobody."""
     opt = self._opt
-    if step.points is not None:
+    if step.is_interpolated:
       if not _replicas.have_copies():  # Out of the replicas: an error.
         return Taken(opt.apply_gradients(step.grads_and_vars), True)
       return Taken(_rules.apply_interpolated(opt, step), True)
-    is_gated = step.accept is not True
-    averages = step.averages
+    averages, gate = step.averages, step.gate
     rule = self._native_rule(step)
     if rule is not None:
       take = lambda step: Taken(
-          _rules.apply_gradients(opt, rule, step, counts=not is_gated),
-          not is_gated)
-      if step.compensation is not None:
+          _rules.apply_gradients(opt, rule, step, counts=not gate), not gate)
+      if gate and gate.compensation:
         return where_accepted(opt, step, take, in_float32=True)
-      if is_gated:
+      if gate:
         _create_slots(opt, step)
-        step = step._replace(grads_and_vars=_withhold(step))
+        step = _withheld(step)
       return take(step)
     rule = _rules.rule_of(opt)
     is_late = averages is not None and averages.schedule.is_called
     # An overridden `apply_gradients` may use the global step for more.
-    counts = (not is_gated or is_late or
+    counts = (not gate or is_late or
               getattr(opt.apply_gradients, "__func__", None) is not
               _Optimizer.apply_gradients)
 
@@ -298,26 +322,26 @@ def where_accepted(opt, step, apply, in_float32=False):
   Returns:
     A Taken.
   """
-  if step.accept is True:
+  gate = step.gate
+  if gate is None:
     return apply(step)
   _create_slots(opt, step)
   counted = []
 
   def taken():
     pairs, after = _transformed(step), lambda done: done
-    if step.compensation is not None:
+    if gate.compensation:
       with tf.control_dependencies(check(step)):
-        pairs, after = step.compensation.take(step.grads_and_vars, in_float32)
+        pairs, after = gate.compensation.take(pairs, in_float32)
     # In this branch, a withheld gradient is the gradient itself.
     pairs = [(g if isinstance(g, (type(None), tf.IndexedSlices)) or
               g.shape.rank is not None else tf.ensure_shape(g, v.shape), v)
              for g, v in pairs]
-    done, counts = apply(step._replace(
-        grads_and_vars=pairs, accept=True, transform=None, compensation=None))
+    done, counts = apply(step._replace(grads_and_vars=pairs, gate=None))
     counted.append(counts)
     return after(done)
 
-  done = _control_flow.cond(step.accept, taken, _any_ref(step.grads_and_vars))
+  done = _control_flow.cond(gate.accept, taken, _any_ref(step.grads_and_vars))
   return Taken(done, all(counted))
 
 
@@ -418,37 +442,36 @@ def _any_ref(grads_and_vars):
 
 
 def _transformed(step):
-  if step.transform is None:
+  transform = step.gate.transform
+  if transform is None:
     return step.grads_and_vars
-  return [(g if g is None else _on_device_of(g, step.transform), v)
+  return [(g if g is None else _on_device_of(g, transform), v)
           for g, v in step.grads_and_vars]
 
 
-def _withhold(step):
-  """Gradients for an op that ignores them if the step is not accepted.
+def _withheld(step):
+  """A step for an op that ignores gradients if it is not accepted.
 
   If a gradient and its variable are on different machines, an empty tensor
   replaces a gradient that is not accepted, to save the transfer. On one
-  machine, a gradient is not changed, unless `step.transform` applies.
+  machine, a gradient is not changed, unless its gate has a `transform`.
 
   Args:
-    step: A Step.
+    step: A Step with a gate.
 
   Returns:
-    The `grads_and_vars` of the step with these gradients.
+    The step with these gradients, whose gate has no `transform` any more.
   """
-  if tf.executing_eagerly():
-    return _transformed(step)
-  withheld = []
-  for g, v in step.grads_and_vars:
-    if g is not None and (step.transform is not None or _travels(g, v)):
-      g = _on_device_of(
-          g, lambda g: _withheld(step.accept, g, step.transform))
-    withheld.append((g, v))
-  return withheld
+  accept, transform = step.accept, step.gate.transform
+  pairs = _transformed(step) if tf.executing_eagerly() else [
+      (_on_device_of(g, lambda g: _withhold(accept, g, transform))
+       if g is not None and (transform or _travels(g, v)) else g, v)
+      for g, v in step.grads_and_vars]
+  return step._replace(grads_and_vars=pairs,
+                       gate=Gate(accept, step.gate.compensation))
 
 
-def _withheld(accept, g, transform):
+def _withhold(accept, g, transform):
   sparse = isinstance(g, tf.IndexedSlices)
 
   def admitted():
