@@ -25,9 +25,10 @@ def public():
       if not inspect.isclass(thing):
         continue
       for base in thing.__mro__:
-        # A private base class is no user's.
-        if base is not thing and (not base.__module__.startswith("wrapopt")
-                                  or "._" in base.__module__):
+        # A private base class is no user's, but for public methods.
+        if base is not thing and (
+            not base.__module__.startswith("wrapopt") or
+            "._" in base.__module__ and not base.__name__.endswith("Methods")):
           continue
         for method, function in vars(base).items():
           # A method of a class of TensorFlow or Keras has its types there.

@@ -361,7 +361,9 @@ def documented():
       if inspect.isclass(thing):
         found.update({
             f"{module.__name__}.{name}.{method}": function
-            for method, function in vars(thing).items()
+            for base in thing.__mro__
+            if base is thing or base.__name__.endswith("Methods")
+            for method, function in vars(base).items()
             if not method.startswith("_") and callable(function)
             # A method of a class of TensorFlow or Keras is described there.
             and not any(method in vars(base) for base in thing.__mro__

@@ -77,14 +77,6 @@ def markdown(text):
 
 class Markdown(griffe.Extension):
 
-  def on_class_members(self, *, cls, **kwargs):
-    # Methods of Keras wrappers that a class lists: functions of a module.
-    for name, member in list(cls.members.items()):
-      module, _, function = str(getattr(member, "value", "")).partition(".")
-      if function and function == name and module in cls.parent.imports:
-        cls.members[name] = griffe.Alias(
-            name, f"{cls.parent.imports[module]}.{function}", parent=cls)
-
   def on_object(self, *, obj, **kwargs):
     if obj.docstring:
       obj.docstring.value = markdown(obj.docstring.value)

@@ -44,8 +44,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   in_op = False
   is_gate = False
 
-  # The `_averaging.Averages` that replace the weights, or None. Its class
-  # lists the public methods of these.
+  # The `_averaging.Averages` that replace the weights, or None. Its class is
+  # also one of `_public_methods.PublicMethods`.
   _averages: Any = None
 
   # TensorFlow tracks the inner optimizer instead, see `_trackable_children`.

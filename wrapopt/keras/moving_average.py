@@ -22,6 +22,7 @@ from wrapopt._averages import _plan
 from wrapopt.keras import _variables
 from wrapopt.keras import _wrapper
 from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _public_methods
 from wrapopt.keras._averages import _first_step
 from wrapopt.keras._averages import _last_file
 from wrapopt.keras._averages import _statistics
@@ -36,7 +37,8 @@ for _cls in _decay.BEMA, _decay.HalfLife, _decay.PowerDecay:
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class MovingAverage(_wrapper.WrapperOptimizer):
+class MovingAverage(_public_methods.PublicMethods,
+                    _wrapper.WrapperOptimizer):
   """Keeps exponential moving averages of the weights that it trains.
 
   After each step of the inner optimizer that changes weights, the average `s`
@@ -301,11 +303,6 @@ class MovingAverage(_wrapper.WrapperOptimizer):
     self._require_built("is_lazy")
     return _lazy.is_lazy(
         self._averages.found(variable, self._store.rows[0]))
-
-  seed_averages = _averaging.seed_averages
-  assign_averages = _averaging.assign_averages
-  averaged_weights = _averaging.averaged_weights
-  averaged_model = _averaging.averaged_model
 
   def decays(self) -> list[_decay.Decay]:
     """The decays of the averages: a list of numbers, PowerDecays and BEMAs."""

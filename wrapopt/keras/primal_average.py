@@ -7,13 +7,11 @@ import keras
 from wrapopt._averages import _interpolation as _schedules
 from wrapopt.keras import _wrapper
 from wrapopt.keras import lazy_adam
-from wrapopt.keras._averages import _averaging
 from wrapopt.keras._averages import _points
-from wrapopt.keras._steps import _rules
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class PrimalAverage(_wrapper.WrapperOptimizer):
+class PrimalAverage(_points.Methods, _wrapper.WrapperOptimizer):
   """Trains at a point near a moving average, and evaluates the average.
 
   The inner optimizer trains `z`, by gradients at `y`, and `x` is a moving
@@ -113,27 +111,6 @@ class PrimalAverage(_wrapper.WrapperOptimizer):
     self._averages = _points.Points(
         self, keep_raw_weights,
         _schedules.primal_average(momentum, average_decay))
-
-  average = _points.average
-  z = _points.z
-  seed_averages = _averaging.seed_averages
-  assign_averages = _averaging.assign_averages
-  averaged_weights = _averaging.averaged_weights
-  averaged_model = _averaging.averaged_model
-  averages_by_decay = _averaging.averages_by_decay
-  decays = _averaging.decays
-  set_model = _averaging.set_model
-
-  _fuses = staticmethod(_rules.may_be_interpolated)
-
-  def _building(self):
-    return self._averages.building()
-
-  def _make_state(self, variables):
-    self._averages.make(variables)
-
-  def _take(self, *args):
-    return self._averages.take(*args)
 
   def _check_innermost(self, opt, points):
     if isinstance(opt, lazy_adam.LazyAdam):

@@ -6,16 +6,14 @@ import keras
 
 from wrapopt._averages import _interpolation as _schedules
 from wrapopt.keras import _wrapper
-from wrapopt.keras._averages import _averaging
 from wrapopt.keras._averages import _points
-from wrapopt.keras._steps import _rules
 
 # Attributes of Keras's optimizers that give them a momentum.
 _MOMENTA = ("momentum", "beta_1", "adam_beta_1")
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class ScheduleFree(_wrapper.WrapperOptimizer):
+class ScheduleFree(_points.Methods, _wrapper.WrapperOptimizer):
   """Trains with a constant learning rate and evaluates an average.
 
   The inner optimizer trains `z`, by gradients at `y`, and `x` is the average of
@@ -128,27 +126,6 @@ class ScheduleFree(_wrapper.WrapperOptimizer):
     self._averages = _points.Points(
         self, keep_raw_weights, _schedules.schedule_free(
             momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y))
-
-  average = _points.average
-  z = _points.z
-  seed_averages = _averaging.seed_averages
-  assign_averages = _averaging.assign_averages
-  averaged_weights = _averaging.averaged_weights
-  averaged_model = _averaging.averaged_model
-  averages_by_decay = _averaging.averages_by_decay
-  decays = _averaging.decays
-  set_model = _averaging.set_model
-
-  _fuses = staticmethod(_rules.may_be_interpolated)
-
-  def _building(self):
-    return self._averages.building()
-
-  def _make_state(self, variables):
-    self._averages.make(variables)
-
-  def _take(self, *args):
-    return self._averages.take(*args)
 
   def _check_innermost(self, opt, points):
     ours, takes_over = points.schedule.momentum, points.takes_over(type(opt))

@@ -8,12 +8,13 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt.keras import _wrapper
 from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _public_methods
 from wrapopt.keras._averages import _store
 from wrapopt.keras._steps import _step
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class SWA(_wrapper.WrapperOptimizer):
+class SWA(_public_methods.PublicMethods, _wrapper.WrapperOptimizer):
   """Keeps the mean of the weights after every `average_period` steps.
 
   Let i be the number of steps before this one. The average `s` of a variable
@@ -119,15 +120,6 @@ class SWA(_wrapper.WrapperOptimizer):
     # In steps.
     self._start_averaging = start_averaging
     self._average_period = average_period
-
-  average = _averaging.average
-  seed_averages = _averaging.seed_averages
-  assign_averages = _averaging.assign_averages
-  averaged_weights = _averaging.averaged_weights
-  averaged_model = _averaging.averaged_model
-  averages_by_decay = _averaging.averages_by_decay
-  decays = _averaging.decays
-  set_model = _averaging.set_model
 
   def _make_state(self, variables):
     self._store.rows = [self._store.make_row(

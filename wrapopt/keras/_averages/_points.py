@@ -12,6 +12,7 @@ from wrapopt._averages import _replicas
 from wrapopt._averages import _two_passes
 from wrapopt.keras._averages import _assignments
 from wrapopt.keras._averages import _averaging
+from wrapopt.keras._averages import _public_methods
 from wrapopt.keras._steps import _rules
 from wrapopt.keras._steps import _views
 from wrapopt.keras._variables import path_of, value_of
@@ -200,44 +201,54 @@ class Points(_averaging.Averages):
     _replicas.merged(end)()
 
 
-# Methods of these optimizers
+class Methods(_public_methods.PublicMethods):
+  """The methods of a wrapper whose `_averages` are Points."""
 
+  _fuses = staticmethod(_rules.may_be_interpolated)
 
-def average(self, variable: keras.Variable) -> tf.Tensor:
-  """The averaged weights x of a variable, now: a tensor.
+  def _building(self):
+    return self._averages.building()
 
-  Args:
-    variable: A variable that the optimizer was built with.
+  def _make_state(self, variables):
+    self._averages.make(variables)
 
-  Returns:
-    A tensor of the shape and dtype of the variable. No variable holds x.
+  def _take(self, *args):
+    return self._averages.take(*args)
 
-  Raises:
-    RuntimeError: If the optimizer is not built, or x is in place of the
-      weights.
-    KeyError: If the optimizer does not have the variable.
-  """
-  return tf.convert_to_tensor(self._averages.average(variable))
+  def average(self, variable: keras.Variable) -> tf.Tensor:
+    """The averaged weights x of a variable, now: a tensor.
 
+    Args:
+      variable: A variable that the optimizer was built with.
 
-def z(self, variable: keras.Variable) -> keras.Variable:
-  """The variable that holds z, which the inner optimizer trains.
+    Returns:
+      A tensor of the shape and dtype of the variable. No variable holds x.
 
-  Args:
-    variable: A variable that the optimizer was built with.
+    Raises:
+      RuntimeError: If the optimizer is not built, or x is in place of the
+        weights.
+      KeyError: If the optimizer does not have the variable.
+    """
+    return tf.convert_to_tensor(self._averages.average(variable))
 
-  Returns:
-    A `keras.Variable` of its shape and dtype.
+  def z(self, variable: keras.Variable) -> keras.Variable:
+    """The variable that holds z, which the inner optimizer trains.
 
-  Raises:
-    RuntimeError: If the optimizer is not built, or x is in place of the
-      weights.
-    KeyError: If the optimizer does not have the variable.
-  """
-  self._require_built("z")
-  self._store.seed_unbegun()
-  return self._averages.readable(
-      "z", self._averages.found(variable, self._averages.z))
+    Args:
+      variable: A variable that the optimizer was built with.
+
+    Returns:
+      A `keras.Variable` of its shape and dtype.
+
+    Raises:
+      RuntimeError: If the optimizer is not built, or x is in place of the
+        weights.
+      KeyError: If the optimizer does not have the variable.
+    """
+    self._require_built("z")
+    self._store.seed_unbegun()
+    return self._averages.readable(
+        "z", self._averages.found(variable, self._averages.z))
 
 
 @contextlib.contextmanager
