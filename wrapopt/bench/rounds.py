@@ -141,7 +141,8 @@ class _Job:
     for _ in range(self._workers[0].place[0]):
       way = center - 1.0
       velocity = _ARGUMENTS.momentum * velocity + way
-      center -= _ARGUMENTS.learning_rate * (way + _ARGUMENTS.momentum * velocity)
+      center -= _ARGUMENTS.learning_rate * (
+          way + _ARGUMENTS.momentum * velocity)
     for worker in self._workers:
       harness.check_close("DiLoCo", {
           "the center": (worker.center[0], np.full(_NUMBERS, center), 1e-4)})
