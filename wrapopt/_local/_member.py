@@ -402,7 +402,8 @@ class Member:
             "Some servers have lost their center, and no worker that holds it "
             f"came within {self._arguments.round_timeout_secs} seconds: start "
             "a worker that has it again, give the servers that the other "
-            "workers have, or restore a checkpoint (`checkpoint=`). Open rounds: "
+            "workers have, or restore a checkpoint (`checkpoint=`). Open "
+            "rounds: "
             + ", ".join(
                 f"{server.address}: {s.place[0]}"
                 for server, s in zip(self._servers, states))))
