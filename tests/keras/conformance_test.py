@@ -675,8 +675,7 @@ def test_nested(outer, inner, mode):
     v -= 0.5 * grad
     for name in (inner, outer):
       if name == "MovingAverage":
-        rows[name] = [s + (1 - d) * (v - s)
-                      for s, d in zip(rows[name], DECAYS)]
+        rows[name] = [s + (1 - d) * (v - s) for s, d in zip(rows[name], DECAYS)]
       elif name == "SWA" and t in (1, 3):
         rows[name] = [s + (v - s) / {1: 1, 3: 2}[t] for s in rows[name]]
       elif name == "Lookahead" and t in (1, 3):
@@ -684,8 +683,7 @@ def test_nested(outer, inner, mode):
         rows[name] = [v]
     np.testing.assert_array_equal(w.numpy(), [v])
     for name, x in ((inner, held), (outer, opt)):
-      np.testing.assert_array_equal(
-          np.ravel(averages_of(x, [w])), rows[name])
+      np.testing.assert_array_equal(np.ravel(averages_of(x, [w])), rows[name])
 
 
 @keras_versions.needs("MultiOptimizer")
@@ -919,8 +917,7 @@ def test_a_wrapper_without_averages(is_outside, mode):
   jump = lambda opt: Jump(opt, "jump", sum_duplicates=False)
   average = lambda opt: wk.MovingAverage(opt, 0.5)
   w = keras.Variable([0.0])
-  opt = (average(jump(K.SGD(1.0))) if is_outside else
-         jump(average(K.SGD(1.0))))
+  opt = (average(jump(K.SGD(1.0))) if is_outside else jump(average(K.SGD(1.0))))
   step = stepping(opt, [w], mode)
   for _ in range(2):
     step(tf.constant([-1.0]))

@@ -157,8 +157,7 @@ def test_what_is_packed_does_not_change(kind, count):
   variables = [variable(np.ones(1000)) for _ in range(count)]
   [flat] = _centers.pack(variables)
   with tf.control_dependencies([flat]):
-    updates = [v.assign_add(np.ones(1000), read_value=False)
-               for v in variables]
+    updates = [v.assign_add(np.ones(1000), read_value=False) for v in variables]
   with tf.control_dependencies(updates):
     after = tf.identity(flat)
   with session() as s:

@@ -230,8 +230,7 @@ def test_partitioned(make, kind, initializer, tmp_path):
   # TensorFlow takes no other value of a partitioned variable than a tensor.
   shape = [5, 2] if callable(initializer) else None
   for reuse in False, True, tf1.AUTO_REUSE:
-    with scope(getter, reuse=reuse,
-               partitioner=tf1.fixed_size_partitioner(3)):
+    with scope(getter, reuse=reuse, partitioner=tf1.fixed_size_partitioner(3)):
       v = tf1.get_variable("v", shape, initializer=initializer)
   assert [s.op.name for s in v] == [f"model/v/part_{i}" for i in range(3)]
   for prefix, m in maps.items():

@@ -888,8 +888,7 @@ def test_averaged_weights_of_another_dtype(place, dtype):
   wide = PATTERNS[np.dtype(np.float32)]
   p = place([raw, wide], [average, wide[::-1].copy()], shadow_dtype=tf.float32)
   with p.opt.averaged_weights(p.session):
-    assert_same_bits(p.read(p.variables),
-                     [average.astype(dtype), wide[::-1]])
+    assert_same_bits(p.read(p.variables), [average.astype(dtype), wide[::-1]])
   assert_same_bits(p.read(p.variables), [raw, wide])
   # The wide one did not go through the narrow dtype.
   assert_same_bits(p.read(p.averages), [average, wide[::-1]])
@@ -1270,8 +1269,7 @@ def test_a_checkpoint_of_a_sharded_variable_has_its_parts(make, tmp_path):
   """TensorFlow would write the average of the first part alone."""
   whole, opt = sharded(make)
   path = str(tmp_path / "model")
-  with pytest.raises(NotImplementedError,
-                     match=r"parts=list\(w.variables\)"):
+  with pytest.raises(NotImplementedError, match=r"parts=list\(w.variables\)"):
     tf.train.Checkpoint(w=whole, opt=opt).write(path)
   assert not list(tmp_path.iterdir())
   tf.train.Checkpoint(parts=list(whole.variables), opt=opt).write(path)

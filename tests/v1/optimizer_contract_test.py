@@ -88,8 +88,7 @@ class Runner:
       self._session = v1.Session()
       # After minimize(): there were no averages before.
       self._session.run(v1.global_variables_initializer())
-      assert not self._session.run(
-          v1.report_uninitialized_variables()).size
+      assert not self._session.run(v1.report_uninitialized_variables()).size
     return self._session.run(x)
 
   def close(self):
@@ -111,8 +110,7 @@ def variables(dtype=tf.float32, **kwargs):
 
 
 def step_variable():
-  return v1.Variable(0, dtype=tf.int64, trainable=False,
-                               name="global_step")
+  return v1.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
 
 
 def loss_of(x, y):
@@ -281,8 +279,7 @@ def test_no_variables_in_apply_gradients(make, mode):
 def test_gradients_as_variables(make, mode, run):
   x, y = variables()
   opt = make(4.0)
-  gradients = [v1.Variable(tf.zeros([2]), trainable=False)
-               for _ in range(2)]
+  gradients = [v1.Variable(tf.zeros([2]), trainable=False) for _ in range(2)]
   converts = [variable.assign(gradient) for variable, (gradient, _) in zip(
       gradients, opt.compute_gradients(loss_of(x, y), [x, y]))]
   train = (None if mode == "eager"
