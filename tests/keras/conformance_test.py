@@ -22,6 +22,7 @@ import tensorflow as tf
 import keras_versions
 import numerics
 from replicas import mirrored as strategy
+from training import native_ops
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
@@ -446,16 +447,6 @@ def test_steps(inner, wrapper, mode, dtype):
   exact = inner in UNFUSED and mode == "eager" and wrapper != "Lookahead"
   assert_variables(trace, inner, wrapper, dtypes, exact)
   check_averages(trace, wrapper, dtypes, inner in UNFUSED and mode == "jit")
-
-
-def native_ops(function, *args):
-  """Numbers of wrapopt's ops in the graph of a tf.function, by type."""
-  graph = function.get_concrete_function(*args).graph.as_graph_def()
-  nodes = [*graph.node,
-           *(n for f in graph.library.function for n in f.node_def)]
-  return collections.Counter(
-      n.op.partition(">")[2] + n.attr["rule"].s.decode()
-      for n in nodes if n.op.startswith("Wrapopt>"))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

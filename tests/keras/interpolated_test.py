@@ -3,7 +3,6 @@
 both/interpolated_test.py has trajectories in each mode, swaps and checkpoints.
 """
 
-import collections
 import functools
 import os
 import re
@@ -18,6 +17,7 @@ import keras_versions
 import numerics
 import interpolated_model
 from replicas import mirrored
+from training import native_ops
 import wrapopt.keras as wk
 
 K = keras.optimizers
@@ -124,15 +124,6 @@ def test_all_shapes(make, dtype, wrapper):
   for v in variables[:2]:
     assert opt.average(v).dtype == v.dtype and v.numpy().max() < 2
   np.testing.assert_array_equal(points(opt, variables[3]), 2.0)
-
-
-def native_ops(function, *args):
-  graph = function.get_concrete_function(*args).graph.as_graph_def()
-  nodes = [*graph.node,
-           *(n for f in graph.library.function for n in f.node_def)]
-  return collections.Counter(
-      n.op.partition(">")[2] + n.attr["rule"].s.decode()
-      for n in nodes if n.op.startswith("Wrapopt>"))
 
 
 @pytest.mark.parametrize("wrapper, inner, rule, copies", [

@@ -11,6 +11,7 @@ import modes
 import wrapopt
 from training import assert_same_bits
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import session_of
 
 tf1 = tf.compat.v1
@@ -38,12 +39,6 @@ def elastic_average(device=WORKER):
 def make(request):
   """A function of the worker's device: a getter and its maps by prefix."""
   return request.param
-
-
-@pytest.fixture(params=["ref", "resource"])
-def kind(request):
-  with graph_of(request.param):
-    yield request.param
 
 
 def on_cluster():

@@ -20,8 +20,10 @@ from modes import control_flow
 from threads import in_threads
 from training import GRAPH_MODES
 from training import assert_same_bits
+from training import descend
 from training import exchange_op
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import session_of
 from wrapopt._averages import _swap
@@ -34,19 +36,6 @@ AVERAGE = "/ExponentialMovingAverage"
 def wrap(*args, **kwargs):
   return wrapopt.MovingAverageOptimizer(
       v1.train.GradientDescentOptimizer(1.0), *args, **kwargs)
-
-
-@pytest.fixture(params=GRAPH_MODES)
-def kind(request):
-  """A graph of ref or of resource variables."""
-  with graph_of(request.param):
-    yield request.param
-
-
-def descend(opt, *variables, step=None):
-  """A step that adds one to each variable, where the learning rate is one."""
-  return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
-                             global_step=step)
 
 
 def contents(path):

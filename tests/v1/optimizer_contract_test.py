@@ -14,6 +14,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import recorded
 from training import type_of
@@ -64,13 +65,6 @@ def make(name):
 def mode(request):
   with (contextlib.nullcontext() if request.param == "eager"
         else graph_of(request.param)):
-    yield request.param
-
-
-@pytest.fixture(params=GRAPH_MODES)
-def kind(request):
-  """As `mode`, for what there is only in a graph."""
-  with graph_of(request.param):
     yield request.param
 
 
