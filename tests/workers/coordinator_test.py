@@ -18,10 +18,6 @@ from processes import run_python, wait_until
 from wrapopt.examples import _cluster
 
 
-# The parts of the program whose cases run at night.
-AT_NIGHT = "counts", "several", "traffic"
-
-
 @functools.cache
 def found(*names):
   """{part of the program: {case: what it found}}."""
@@ -29,8 +25,8 @@ def found(*names):
   with tempfile.TemporaryDirectory() as folder:
     done = run_python(
         "-m", "coordinator_program",
-        *(names or ("races", "locked", "second_tries", "refused", "v1",
-                    "compensation", "embeddings")),
+        *(names or ("races", "several", "locked", "traffic", "second_tries",
+                    "refused", "v1", "compensation", "embeddings")),
         CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost",
         TF_DUMP_GRAPH_PREFIX=folder, TF_DUMP_GRAPH_GROUPS="main",
         TF_DUMP_GRAPH_NAME_FILTER="locked_step")
@@ -47,7 +43,7 @@ def found(*names):
 
 
 def test_each_step_is_counted_and_has_a_number_of_its_own():
-  cases = found(*AT_NIGHT)["counts"]
+  cases = found("counts")["counts"]
   assert len(cases) == 14
   for name, got in cases.items():
     if name.startswith("Keras"):
@@ -105,7 +101,7 @@ def test_racing_steps_have_an_order_on_each_server(case):
 
 
 def test_functions_of_several_steps_do_not_wait_for_themselves():
-  several = found(*AT_NIGHT)["several"]
+  several = found()["several"]
   assert several.pop("MovingAverage") == several.pop("DropStaleGradient") == [
       24, 8]
   assert len(several) == 4
@@ -114,7 +110,7 @@ def test_functions_of_several_steps_do_not_wait_for_themselves():
 
 
 def test_what_a_step_sends():
-  traffic = found(*AT_NIGHT)["traffic"]
+  traffic = found()["traffic"]
   applied = {f"Wrapopt>ApplyAdam on ps:{i}": 1 for i in range(2)}
   for n in 2, 20, 3:
     keras, average, gate = [
