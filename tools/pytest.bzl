@@ -28,9 +28,10 @@ def pytest_room(
       exclude: files that have targets of their own.
       nightly: what runs only with `./tools/test --nightly`, because it takes
         long and is rarely red: {file: as of pytest_test}.
-      together: files whose tests take less time than to import TensorFlow, and
-        leave the process as it was. small_test runs them in one process. Their
-        own targets run only by name.
+      together: files whose tests leave the process as it was. together_test
+        runs them in one process, which imports TensorFlow once. Their own
+        targets run only by name. At most one of them makes replicas: the
+        collectives of a second strategy have the keys of the first one's.
       with_keras: those that have Keras in their processes, as TensorFlow's
         users do: they need it, or they run what users run.
     """
@@ -64,11 +65,12 @@ def pytest_room(
             if src in nightly
         ]
         _pytest_test(
-            name = "small_test",
+            name = "together_test",
             srcs = together,
             args = [
                 "-k='not (%s)'" % " or ".join(at_night),
             ] if at_night else [],
+            data = [file for src in together for file in data.get(src, [])],
             with_keras = together[0] in have_keras,
             deps = [":helpers"],
         )

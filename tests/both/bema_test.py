@@ -298,11 +298,9 @@ def test_a_step_does_not_touch_v_0():
     origin = run.opt.get_slot(run.variables["v"], (
         f"ExponentialMovingAverage_{run.opt._averages.decays[1]}"))
     numerics.assert_same_bits(origin.numpy(), START)
-    graph = run._function.get_concrete_function(
-        [tf.zeros(START.shape)]).graph
+    graph = run._function.get_concrete_function([tf.zeros(START.shape)]).graph
     assert [op.type for op in graph.get_operations()
-            if op.type.startswith("Wrapopt>Apply")] == [
-                "Wrapopt>Apply"]
+            if op.type.startswith("Wrapopt>Apply")] == ["Wrapopt>Apply"]
     [op] = [op for op in graph.get_operations() if op.type == "Wrapopt>Apply"]
     assert op.get_attr("NK") == 1
 

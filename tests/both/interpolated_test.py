@@ -197,8 +197,7 @@ def test_swapping_saver(way, wrapper, tmp_path):
     slot = "v/" + type(run.opt).__name__.removesuffix("Optimizer")
     saver = run.opt.swapping_saver(None if way.is_graph else {
         "v": v, slot: run.opt.z(v),
-        wrapper: next(x for x in run.opt.variables()
-                      if x.dtype == tf.float64)})
+        wrapper: next(x for x in run.opt.variables() if x.dtype == tf.float64)})
     path = saver.save(run.session, str(tmp_path / "c"))
     file = tf.train.load_checkpoint(path)
     for name, want in zip(("v", f"{slot}/y", slot), before):

@@ -893,8 +893,7 @@ class NpzSource(_source.Source):
     return self._values[name]
 
 
-def test_a_format_is_one_file_and_one_line(
-    tmp_path, monkeypatch, capsys, two):
+def test_a_format_is_one_file_and_one_line(tmp_path, monkeypatch, capsys, two):
   monkeypatch.setattr(_formats, "FORMATS", (NpzSource, *_formats.FORMATS))
   (tmp_path / "in").mkdir()
   values = [{"w": np.float32([i, 2, 8]), "optimizer/m": np.float32(i),

@@ -19,8 +19,7 @@ from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _safetensors
 
-KINDS = {kind: np.dtype(dtype)
-         for kind, dtype in _safetensors._DTYPES.items()}
+KINDS = {kind: np.dtype(dtype) for kind, dtype in _safetensors._DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 
 
@@ -340,8 +339,7 @@ def test_an_index_that_names_files_elsewhere(tmp_path, name):
 
 
 def test_an_index_that_is_not_that_of_its_shards(tmp_path):
-  index = write_shards(tmp_path, {"a": np.float32([1])},
-                       {"b": np.float32([1])})
+  index = write_shards(tmp_path, {"a": np.float32([1])}, {"b": np.float32([1])})
   content = json.loads(index.read_text())
   for change, match in (
       ({"c": content["weight_map"]["a"]}, "lacks 'c'"),
@@ -358,8 +356,7 @@ def test_an_index_that_is_not_that_of_its_shards(tmp_path):
 def test_inputs_of_other_dtypes(tmp_path):
   """Other floating-point numbers are averaged, integers are refused."""
   values = np.float32([1 + 2**-20, 3]), np.float64([2, 9]), np.float16([5, 7])
-  paths = [write(tmp_path / f"{x.dtype}.safetensors", {"w": x})
-           for x in values]
+  paths = [write(tmp_path / f"{x.dtype}.safetensors", {"w": x}) for x in values]
   checkpoints.merge(paths, tmp_path / "out.safetensors")
   kind, found = read(tmp_path / "out.safetensors")[1]["w"]
   assert kind == "F16"

@@ -323,8 +323,7 @@ def test_half_as_large(run, tmp_path, dtype):
   model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[
       wrapopt.keras.Snapshots(tmp_path / "snapshots", 4, dtype)])
   loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
-  loaded.load_weights(
-      tmp_path / "snapshots" / f"snapshot-16-{WIDE}.weights.h5")
+  loaded.load_weights(tmp_path / "snapshots" / f"snapshot-16-{WIDE}.weights.h5")
   checkpoints.posthoc(tmp_path / "snapshots", tmp_path / "out.weights.h5", 0.1)
   with h5py.File(tmp_path / "out.weights.h5") as file:
     got = file["layers/dense/vars/0"]

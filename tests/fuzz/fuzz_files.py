@@ -163,8 +163,7 @@ def _damaged(data, other, rng):
     to = int(rng.integers(len(data)))
     how = rng.choice(["flip", "flip", "flip", "byte", "cut", "remove", "repeat",
                       "insert", "swap", "zero", "stale", "empty"],
-                     p=[.2, .15, .15, .1, .1,
-                        .05, .05, .05, .05, .04, .05, .01])
+                     p=[.2, .15, .15, .1, .1, .05, .05, .05, .05, .04, .05, .01])
     if how == "flip":
       data[at] ^= 1 << int(rng.integers(8))
     elif how == "byte":
@@ -411,8 +410,7 @@ def _run_damage(run):
   how = rng.choice(["bytes", "missing", "directory", "twin"],
                    p=[.97, .01, .01, .01])
   if how == "bytes":
-    run.put(victim, _damaged(
-        data, run.corpus.files[format, 1][victim], rng))
+    run.put(victim, _damaged(data, run.corpus.files[format, 1][victim], rng))
   elif how == "twin":  # The file of another checkpoint.
     run.put(victim, run.corpus.files[format, 1][victim])
   else:
@@ -547,8 +545,7 @@ def _tmpfs():
 
 
 def _mount(path, size):
-  if _libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0,
-                 f"size={size}".encode()):
+  if _libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, f"size={size}".encode()):
     raise OSError(ctypes.get_errno(), "a disk cannot be mounted")
 
 
@@ -749,8 +746,7 @@ def fuzz(seed, minutes=float("inf"), cases=float("inf"), most=20, first=0,
     start = lambda first: _Worker(corpus, seed, first, workers, at, only)
     running = [start(first + i) for i in range(workers)]
     try:
-      while (done < cases and time.monotonic() < end and
-             len(findings) < most):
+      while (done < cases and time.monotonic() < end and len(findings) < most):
         ready, _, _ = select.select([w.pipe for w in running], [], [], 1)
         for i, worker in enumerate(running):
           results = worker.results() if worker.pipe in ready else []

@@ -377,8 +377,7 @@ def parse(argv):
                       help="findings after which to stop")
   parser.add_argument("--deadline", type=float, default=SECONDS_OF_A_CASE,
                       help="seconds that a case may take")
-  parser.add_argument("--verbose", action="store_true",
-                      help="print every case")
+  parser.add_argument("--verbose", action="store_true", help="print every case")
   parser.add_argument("--hook", help=argparse.SUPPRESS)  # For its own tests.
   parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
   return parser.parse_args(argv)

@@ -202,8 +202,7 @@ def _apply(call):
   numbers = [float(x > 0) if s.endswith("?") else float(x)
              for s, x in zip(rule.scalars, scalars)]
   sane = _sane(numbers) and not (
-      "Centered" in name and
-      numbers[rule.scalars.index("epsilon")] < 50)
+      "Centered" in name and numbers[rule.scalars.index("epsilon")] < 50)
   for i in range(n):
     _apply_to(call, name, rule, [s[i] for s in states], i, numbers, sane)
     for j in range(k):

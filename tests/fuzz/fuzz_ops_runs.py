@@ -386,8 +386,7 @@ class World:
     return [made]
 
   def _traced(self):
-    captured = [a.name for a in self.op_def.input_arg
-                if inputs.is_variable(a)]
+    captured = [a.name for a in self.op_def.input_arg if inputs.is_variable(a)]
 
     @tf.function(jit_compile=self.case.mode == "jit" or None, autograph=False)
     def function(given):

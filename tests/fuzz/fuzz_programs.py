@@ -115,8 +115,7 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--minutes", type=float, help="how long to search")
   parser.add_argument("--seed", type=int,
-                      help="the first seed; without --minutes, "
-                      "the only one")
+                      help="the first seed; without --minutes, the only one")
   parser.add_argument("--api", choices=programs.MODES)
   parser.add_argument("--mode")
   options = parser.parse_args()

@@ -406,8 +406,7 @@ def _part(draw, program):
   """An operation, or some that belong together."""
   kinds = _kinds(program)
   together = [part for part in _TOGETHER if kinds.issuperset(part)]
-  part = draw(st.sampled_from(
-      ["steps", *sorted(kinds), *together, *together]))
+  part = draw(st.sampled_from(["steps", *sorted(kinds), *together, *together]))
   return [_operation(draw, program, kind)
           for kind in ([part] if isinstance(part, str) else part)]
 

@@ -64,8 +64,7 @@ class Keras(writer.Functions):
   def find_wrappers(self):
     for name in self.program.names:
       if name == "LossScale":
-        self.line(
-            "scaled = find(opt, keras.optimizers.LossScaleOptimizer)")
+        self.line("scaled = find(opt, keras.optimizers.LossScaleOptimizer)")
       else:
         self.line(f"{writer.OBJECTS[name]} = find(opt, wk.{name})")
 

@@ -81,8 +81,7 @@ class V1(writer.Functions):
     pairs = ", ".join(f"({g}, v{i})" for i, g in grads.items())
     recorded = ""
     if self.program.has(programs.GATE):
-      recorded = ", recorded=" + (
-          "recorded" if inside else self.recorded(step))
+      recorded = ", recorded=" + ("recorded" if inside else self.recorded(step))
     return f"opt.apply_gradients([{pairs}], step{recorded})"
 
   def write_step(self, step):
@@ -295,8 +294,7 @@ class Session(V1):
 
   def saving(self, how, name):
     saver = "saver" if how == "saver" else "swapping"
-    return (f'{saver}.save(session, path("{name}"), '
-            "write_meta_graph=False)")
+    return f'{saver}.save(session, path("{name}"), write_meta_graph=False)'
 
   def restore(self, name, kind, how):
     if how != "again" and kind != "swapped":

@@ -129,8 +129,7 @@ class Writer:
     with contextlib.ExitStack() as stack:
       if inside == "error":
         stack.enter_context(self.block("try:"))
-      with self.block(
-          f"with {self.swapped(name, self.decays(name)[index])}:"):
+      with self.block(f"with {self.swapped(name, self.decays(name)[index])}:"):
         for i, want in enumerate(wants):
           self.check(f"v{i} in the block", self.value(i),
                      self.model.values[i] if want is None else want, i)

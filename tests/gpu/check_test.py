@@ -11,8 +11,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 @pytest.fixture
 def gpu(request, monkeypatch):
   """The fake GPU, in the environment of processes to be."""
-  monkeypatch.setenv("LD_LIBRARY_PATH",
-                     request.config.getoption("--fake_gpu"))
+  monkeypatch.setenv("LD_LIBRARY_PATH", request.config.getoption("--fake_gpu"))
 
 
 def check(program, *args):

@@ -9,8 +9,7 @@ import tensorflow as tf
 import numerics
 from wrapopt import _native
 
-RULES = sorted(name for name, rule in _native.rules().items()
-               if rule.is_update)
+RULES = sorted(name for name, rule in _native.rules().items() if rule.is_update)
 LAZY_RULES = [rule for rule in RULES if not _native.rules()[rule].all_rows]
 
 

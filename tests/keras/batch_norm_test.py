@@ -416,8 +416,7 @@ def test_fit_recalibrates(tmp_path):
     assert_same(all_values(loaded), values)
   # fit ends with the averages and the statistics that fit them.
   assert_same(all_values(model), seen[-1][1])
-  assert np.abs(statistics(model, "first")[0]
-                - raw[-1][1][2]).max() > 1e-2
+  assert np.abs(statistics(model, "first")[0] - raw[-1][1][2]).max() > 1e-2
 
 
 def test_the_model_is_traced_once():

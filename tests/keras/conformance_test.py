@@ -22,6 +22,7 @@ import tensorflow as tf
 import keras_versions
 import numerics
 from replicas import mirrored as strategy
+from training import native_ops
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
@@ -448,16 +449,6 @@ def test_steps(inner, wrapper, mode, dtype):
   check_averages(trace, wrapper, dtypes, inner in UNFUSED and mode == "jit")
 
 
-def native_ops(function, *args):
-  """Numbers of wrapopt's ops in the graph of a tf.function, by type."""
-  graph = function.get_concrete_function(*args).graph.as_graph_def()
-  nodes = [*graph.node,
-           *(n for f in graph.library.function for n in f.node_def)]
-  return collections.Counter(
-      n.op.partition(">")[2] + n.attr["rule"].s.decode()
-      for n in nodes if n.op.startswith("Wrapopt>"))
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("inner", ["Adam", "Nadam"])
 def test_one_op_for_the_whole_model(inner, wrapper):
@@ -675,8 +666,7 @@ def test_nested(outer, inner, mode):
     v -= 0.5 * grad
     for name in (inner, outer):
       if name == "MovingAverage":
-        rows[name] = [s + (1 - d) * (v - s)
-                      for s, d in zip(rows[name], DECAYS)]
+        rows[name] = [s + (1 - d) * (v - s) for s, d in zip(rows[name], DECAYS)]
       elif name == "SWA" and t in (1, 3):
         rows[name] = [s + (v - s) / {1: 1, 3: 2}[t] for s in rows[name]]
       elif name == "Lookahead" and t in (1, 3):
@@ -684,8 +674,7 @@ def test_nested(outer, inner, mode):
         rows[name] = [v]
     np.testing.assert_array_equal(w.numpy(), [v])
     for name, x in ((inner, held), (outer, opt)):
-      np.testing.assert_array_equal(
-          np.ravel(averages_of(x, [w])), rows[name])
+      np.testing.assert_array_equal(np.ravel(averages_of(x, [w])), rows[name])
 
 
 @keras_versions.needs("MultiOptimizer")
@@ -919,8 +908,7 @@ def test_a_wrapper_without_averages(is_outside, mode):
   jump = lambda opt: Jump(opt, "jump", sum_duplicates=False)
   average = lambda opt: wk.MovingAverage(opt, 0.5)
   w = keras.Variable([0.0])
-  opt = (average(jump(K.SGD(1.0))) if is_outside else
-         jump(average(K.SGD(1.0))))
+  opt = (average(jump(K.SGD(1.0))) if is_outside else jump(average(K.SGD(1.0))))
   step = stepping(opt, [w], mode)
   for _ in range(2):
     step(tf.constant([-1.0]))

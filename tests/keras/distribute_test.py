@@ -123,8 +123,7 @@ def steps_of(name, replicas=REPLICAS):
 
 def replicas_of(variable):
   """A variable's values in all replicas of this process, NumPy arrays."""
-  value = (variable.value if isinstance(variable, keras.Variable)
-           else variable)
+  value = (variable.value if isinstance(variable, keras.Variable) else variable)
   return [v.numpy() for v in getattr(value, "values", [value])]
 
 
@@ -239,8 +238,7 @@ def test_averages_are_read_before_and_after_a_step_in_replicas():
             if id(outer) in handles}
   reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"
            and id(op.inputs[0]) in inside]
-  steps = [op for op in graph.get_operations()
-           if op.type == "Wrapopt>Apply"]
+  steps = [op for op in graph.get_operations() if op.type == "Wrapopt>Apply"]
   assert len(inside) == len(steps) == REPLICAS and len(reads) == 2 * REPLICAS
   for handle in {id(op.inputs[0]) for op in reads}:
     before, after = [op for op in reads if id(op.inputs[0]) == handle]

@@ -553,8 +553,7 @@ def test_all_decays_are_evaluated_on_the_same_data(kind):
     keras.utils.set_random_seed(1)
     # TensorFlow cannot train this layer in a loop.
     noisy = [] if kind == "executions" else [Noisy()]
-    model = keras.Sequential([keras.Input((3,)), *noisy,
-                              keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((3,)), *noisy, keras.layers.Dense(1)])
     model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(1e-3),
                                               decays),
                   loss="mse", metrics=["mae"], **for_compile)
@@ -723,8 +722,7 @@ def test_swap_ema_weights():
 
   def fit(wrap, *others):
     keras.utils.set_random_seed(0)
-    model = make(with_ema(wrap), auto_scale_loss=False,
-                 run_eagerly=True)
+    model = make(with_ema(wrap), auto_scale_loss=False, run_eagerly=True)
     swap = callbacks.SwapEMAWeights(swap_on_epoch=True)
     history = model.fit(x, y, 64, epochs=2, shuffle=False, verbose=0,
                         validation_data=(x, y), callbacks=[*others, swap])

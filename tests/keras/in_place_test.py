@@ -223,8 +223,7 @@ WORDS = "|".join([*map(re.escape, QUOTED), "Expected bfloat16 got", REFUSED])
 
 def test_the_guide_quotes_tensorflow():
   folder = os.path.dirname(wrapopt.__file__)
-  with open(os.path.join(folder, "docs", "choosing.md"),
-            encoding="utf-8") as f:
+  with open(os.path.join(folder, "docs", "choosing.md"), encoding="utf-8") as f:
     text = f.read()
   for words in QUOTED:
     assert words in text

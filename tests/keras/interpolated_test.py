@@ -3,7 +3,6 @@
 both/interpolated_test.py has trajectories in each mode, swaps and checkpoints.
 """
 
-import collections
 import functools
 import os
 import re
@@ -18,6 +17,7 @@ import keras_versions
 import numerics
 import interpolated_model
 from replicas import mirrored
+from training import native_ops
 import wrapopt.keras as wk
 
 K = keras.optimizers
@@ -126,15 +126,6 @@ def test_all_shapes(make, dtype, wrapper):
   np.testing.assert_array_equal(points(opt, variables[3]), 2.0)
 
 
-def native_ops(function, *args):
-  graph = function.get_concrete_function(*args).graph.as_graph_def()
-  nodes = [*graph.node,
-           *(n for f in graph.library.function for n in f.node_def)]
-  return collections.Counter(
-      n.op.partition(">")[2] + n.attr["rule"].s.decode()
-      for n in nodes if n.op.startswith("Wrapopt>"))
-
-
 @pytest.mark.parametrize("wrapper, inner, rule, copies", [
     *((wk.ScheduleFree, inner, f"ScheduleFree{rule}", copies)
       for inner, rule, copies in (
@@ -149,8 +140,7 @@ def test_one_op_and_no_copy_more(wrapper, inner, rule, copies):
   opt = wrapper(interpolated_model.INNER[inner].keras(0.9))
   step = stepping(opt, variables, "function")
   args = [tf.zeros(5)] * 3
-  assert native_ops(step, *args) == {
-      "Apply" + rule: 1, "CheckInitialized": 1}
+  assert native_ops(step, *args) == {"Apply" + rule: 1, "CheckInitialized": 1}
   held = [v for v in opt.variables if v.shape == (5,)]
   assert len(held) == 3 * copies
   jit = tf.function(lambda *g: opt.apply(list(g), variables), jit_compile=True)
@@ -171,8 +161,7 @@ def test_a_sparse_gradient_is_the_dense_one(mode, wrapper):
     # Row 1 twice.
     slices = tf.IndexedSlices(tf.fill([3, 3], 0.25 * (t + 1)),
                               tf.constant([1, 3, 1]), tf.constant([4, 3]))
-    full = tf.constant(np.outer([0, 2, 0, 1], [0.25 * (t + 1)] * 3),
-                       tf.float32)
+    full = tf.constant(np.outer([0, 2, 0, 1], [0.25 * (t + 1)] * 3), tf.float32)
     for i, step in enumerate(steps):
       step(full if i % 2 else slices)
   for i in (0, 2):
@@ -739,8 +728,7 @@ def test_files_without_its_state(tmp_path):
   plain.save_weights(path.replace(".keras", ".weights.h5"))
   model = model_of(wk.ScheduleFree("adam"))
   model.optimizer.build(model.trainable_variables)
-  model.load_weights(path.replace(".keras", ".weights.h5"),
-                     skip_mismatch=True)
+  model.load_weights(path.replace(".keras", ".weights.h5"), skip_mismatch=True)
   for v, w in zip(model.trainable_variables, plain.trainable_variables):
     np.testing.assert_array_equal(points(model.optimizer, v), [w.numpy()] * 3)
 
@@ -795,8 +783,7 @@ def frozen_cases():
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("wrapper, inner, one_pass, jit",
-                         list(frozen_cases()))
+@pytest.mark.parametrize("wrapper, inner, one_pass, jit", list(frozen_cases()))
 def test_a_layer_that_is_frozen_in_the_second_fit(wrapper, inner, one_pass,
                                                   jit):
   """Losses and weights, against the paper's formulas in float64."""

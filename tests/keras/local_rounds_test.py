@@ -307,8 +307,7 @@ def test_a_mirrored_model(traced):
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   with strategy.scope():
     w = tf.Variable([1.0, 2.0])
-  local = wrapopt.DiLoCo([w], [server.target], "a", 1, 2,
-                         round_timeout_secs=20)
+  local = wrapopt.DiLoCo([w], [server.target], "a", 1, 2, round_timeout_secs=20)
 
   def train():
     w.assign_sub([1.0, 1.0])

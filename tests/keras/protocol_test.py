@@ -188,8 +188,7 @@ def test_an_eager_step_finds_its_update(monkeypatch):
   monkeypatch.setattr(ops.Update, "__init__", lambda self, *args, **kwargs: (
       made.append(self), init(self, *args, **kwargs))[1])
   v, w = keras.Variable([1.0]), keras.Variable([1.0])
-  opt = wk.MovingAverage(
-      keras.optimizers.SGD(1.0, momentum=0.5), 0.5)
+  opt = wk.MovingAverage(keras.optimizers.SGD(1.0, momentum=0.5), 0.5)
   one = tf.constant([1.0])
   for _ in range(3):
     opt.apply([one, one], [v, w])

@@ -321,8 +321,7 @@ def test_the_others_take_an_op_of_their_own_without_averages():
     opt.build(variables)
     step = tf.function(lambda: opt.apply([tf.ones(2)] * 3), autograph=False)
     graph = step.get_concrete_function().graph
-    ops = [op for op in graph.get_operations()
-           if op.type == "Wrapopt>Apply"]
+    ops = [op for op in graph.get_operations() if op.type == "Wrapopt>Apply"]
     assert [[op.get_attr("N"), op.get_attr("NK")] for op in ops] == expected
 
 
@@ -346,8 +345,7 @@ def test_layers_without_averages_in_a_multi_optimizer():
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_step_of_the_others_alone(wrapper, inner, around):
   v, w = keras.Variable([4.0]), keras.Variable([8.0])
-  opt = averaging = WRAPPERS[wrapper](inner(0.5),
-                                      variables=lambda x: x is v)
+  opt = averaging = WRAPPERS[wrapper](inner(0.5), variables=lambda x: x is v)
   if around:
     opt = wk.Lookahead(opt)
   opt.build([v, w])
@@ -360,8 +358,7 @@ def test_a_step_of_the_others_alone(wrapper, inner, around):
 def test_half_the_variables_may_have_another_dtype_than_averages():
   a = keras.Variable(np.zeros(2), dtype="float64", name="a")
   b = keras.Variable(np.zeros(2), dtype="float32", name="b")
-  opt = wk.MovingAverage(K.SGD(1.0), 0.5, shadow_dtype="float64",
-                         variables=[a])
+  opt = wk.MovingAverage(K.SGD(1.0), 0.5, shadow_dtype="float64", variables=[a])
   opt.apply([-tf.ones(2, tf.float64), -tf.ones(2)], [a, b])
   assert opt.average(a).dtype == "float64"
   assert b.numpy().tolist() == [1, 1]

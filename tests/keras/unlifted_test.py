@@ -53,8 +53,7 @@ class Seen(keras.callbacks.Callback):
 
 # {name: (wrapper of an optimizer, the average of a variable)}.
 WRAPPERS = {
-    "MovingAverage": (lambda o: wk.MovingAverage(o, 0.5),
-                      lambda o: o.average),
+    "MovingAverage": (lambda o: wk.MovingAverage(o, 0.5), lambda o: o.average),
     "SWA": (lambda o: wk.SWA(o, 0, 1), lambda o: o.average),
     "Lookahead": (wk.Lookahead, lambda o: o.slow_weights),
     "ScheduleFree": (wk.ScheduleFree, lambda o: o.average),

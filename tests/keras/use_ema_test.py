@@ -189,8 +189,7 @@ def count_ops(opt, layers=20):
                for _ in range(layers)]
   opt.build(variables)
   function = tf.function(lambda grads: opt.apply(grads, variables))
-  graph = function.get_concrete_function(
-      [tf.TensorSpec([2, 2])] * layers).graph
+  graph = function.get_concrete_function([tf.TensorSpec([2, 2])] * layers).graph
   return len(graph.get_operations())
 
 
@@ -248,5 +247,4 @@ def test_numbers_of_the_model_garden(start, dynamic, mode, is_late):
       gradients, 0.375, start, dynamic), strict=True):
     step(tf.constant(gradient, tf.float32))
     # Three roundings in each of up to eight steps, of numbers less than 4.
-    np.testing.assert_allclose(opt.average(w), want, rtol=0,
-                               atol=24 * 2**-23)
+    np.testing.assert_allclose(opt.average(w), want, rtol=0, atol=24 * 2**-23)

@@ -489,8 +489,7 @@ class SessionWatch(Watch):
     del session
     others = {id(v) for v in [*run.inner.variables(),
                               *run.outermost.variables()]}
-    return {v.op.name: v for v in tf1.global_variables()
-            if id(v) not in others}
+    return {v.op.name: v for v in tf1.global_variables() if id(v) not in others}
 
   def _state(self, run):
     return {v.op.name: v for v in run.inner.variables()}
@@ -782,8 +781,7 @@ def _average(average, value, rate, bound_of_value, like):
 
 def _eps(array):
   """The machine epsilon of the dtype of an array's average."""
-  return np.finfo(
-      np.float64 if array.dtype == np.float64 else np.float32).eps
+  return np.finfo(np.float64 if array.dtype == np.float64 else np.float32).eps
 
 
 def _half_ulp(array, value):

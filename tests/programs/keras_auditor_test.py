@@ -472,8 +472,7 @@ def test_files(wrapper, lora, kind, tmp_path):
   x = np.random.default_rng(0).normal(size=[20, 4]).astype(np.float32)
 
   def make(optimizer):
-    model = keras.Sequential([
-        keras.Input([4]), L.Dense(3, "tanh"), L.Dense(1)])
+    model = keras.Sequential([keras.Input([4]), L.Dense(3, "tanh"), L.Dense(1)])
     if lora:
       model.layers[0].enable_lora(2)
     model.compile(optimizer, "mse")

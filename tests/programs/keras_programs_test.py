@@ -213,8 +213,7 @@ class Retrieval(keras.Model):
 def test_keras_rs(make, opt, wrapper):
   def program(watch):
     model = make()
-    model.compile(watch.wrap(opt(0.1)),
-                  "mse" if make is Ranking else None)
+    model.compile(watch.wrap(opt(0.1)), "mse" if make is Ranking else None)
     x = {"user": TOKENS[:, 0], "item": TOKENS[:, 1]}
     model.fit(x, CLASSES.astype(np.float32), batch_size=2, epochs=2,
               shuffle=False, verbose=0, callbacks=[watch])

@@ -82,8 +82,7 @@ class _Proxy:
 def _reset(end):
   """Closes a connection at once, whatever is unsent."""
   try:
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER,
-                   struct.pack("ii", 1, 0))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.shutdown(socket.SHUT_RDWR)
   except OSError:
     pass  # It has been closed.

@@ -94,8 +94,7 @@ def _adam(w, m, v, h, g, lr, b1, b2, e, decay, nesterov, p1, p2):
   rate = lr * np.sqrt(1 - p2) / (1 - p1)
   first, first_size = (b1 * m + (1 - b1) * g,
                        np.abs(m) + (1 - b1) * (np.abs(g) + np.abs(m)))
-  second, second_size = (b2 * v + (1 - b2) * g * g,
-                         v + (1 - b2) * (g * g + v))
+  second, second_size = (b2 * v + (1 - b2) * g * g, v + (1 - b2) * (g * g + v))
   largest = second if h is None else np.maximum(h, second)
   n = b1 * first + (1 - b1) * g if nesterov else first
   n_size = b1 * first_size + (1 - b1) * np.abs(g) if nesterov else first_size

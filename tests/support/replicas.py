@@ -13,5 +13,4 @@ tf.config.set_logical_device_configuration(
 @functools.cache
 def mirrored():
   """One for all tests: a second one's collectives have the first one's keys."""
-  return tf.distribute.MirroredStrategy(
-      [f"CPU:{i}" for i in range(REPLICAS)])
+  return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(REPLICAS)])

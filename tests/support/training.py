@@ -7,10 +7,13 @@ import re
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import numerics
 import wrapopt
+
+v1 = tf.compat.v1
 
 # Where a step runs: eagerly, in a `tf.function`, and in a session of a graph
 # with ref or with resource variables.
@@ -22,17 +25,40 @@ GRAPH_MODES = ("ref", "resource")
 def graph_of(kind):
   """A new default graph whose variables are of `kind`: "ref" or "resource"."""
   with tf.Graph().as_default() as graph:
-    tf.compat.v1.get_variable_scope().set_use_resource(kind == "resource")
+    v1.get_variable_scope().set_use_resource(kind == "resource")
     yield graph
+
+
+@pytest.fixture(params=GRAPH_MODES)
+def kind(request):
+  """A graph of ref or of resource variables."""
+  with graph_of(request.param):
+    yield request.param
+
+
+def descend(opt, *variables, step=None):
+  """A step that adds one to each variable, where the learning rate is one."""
+  return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
+                             global_step=step)
+
+
+def native_ops(function, *args):
+  """Numbers of wrapopt's ops in the graph of a tf.function, by type."""
+  graph = function.get_concrete_function(*args).graph.as_graph_def()
+  nodes = [*graph.node,
+           *(n for f in graph.library.function for n in f.node_def)]
+  return collections.Counter(
+      n.op.partition(">")[2] + n.attr["rule"].s.decode()
+      for n in nodes if n.op.startswith("Wrapopt>"))
 
 
 def session_of(graph=None):
   """A session in which the graph's variables are initialized."""
-  graph = graph or tf.compat.v1.get_default_graph()
-  session = tf.compat.v1.Session(graph=graph)
+  graph = graph or v1.get_default_graph()
+  session = v1.Session(graph=graph)
   with graph.as_default():
-    session.run(tf.compat.v1.global_variables_initializer())
-    session.run(tf.compat.v1.local_variables_initializer())
+    session.run(v1.global_variables_initializer())
+    session.run(v1.local_variables_initializer())
   return session
 
 
@@ -67,7 +93,7 @@ def reads_of(variables, operations):
 
 
 def ops_of_type(type_, graph=None):
-  graph = graph or tf.compat.v1.get_default_graph()
+  graph = graph or v1.get_default_graph()
   return [op for op in graph.get_operations() if type_of(op) == type_]
 
 
@@ -77,16 +103,16 @@ def ops_that_run(graph, fetch, feeds=None, runs=1):
   Returns:
     {type: number of ops that ran}, and all nodes of the devices' graphs.
   """
-  metadata = tf.compat.v1.RunMetadata()
-  config = tf.compat.v1.ConfigProto(device_count={"CPU": 8})
-  with graph.as_default(), tf.compat.v1.Session(config=config) as session:
-    session.run(tf.compat.v1.global_variables_initializer())
-    session.run(tf.compat.v1.local_variables_initializer())
+  metadata = v1.RunMetadata()
+  config = v1.ConfigProto(device_count={"CPU": 8})
+  with graph.as_default(), v1.Session(config=config) as session:
+    session.run(v1.global_variables_initializer())
+    session.run(v1.local_variables_initializer())
     for _ in range(runs - 1):
       session.run(fetch, feeds)
     session.run(fetch, feeds, run_metadata=metadata,
-                options=tf.compat.v1.RunOptions(
-                    trace_level=tf.compat.v1.RunOptions.FULL_TRACE,
+                options=v1.RunOptions(
+                    trace_level=v1.RunOptions.FULL_TRACE,
                     output_partition_graphs=True))
   nodes = [node for part in metadata.partition_graphs for node in part.node]
   types = {node.name: node.op for node in nodes}
@@ -212,7 +238,7 @@ def train(mode, make_optimizer, initial, steps, getter=None, make_hook=None):
   """
   if mode in GRAPH_MODES:
     with graph_of(mode) as graph:
-      tf.compat.v1.get_variable_scope().set_custom_getter(getter)
+      v1.get_variable_scope().set_custom_getter(getter)
       return _train_session(graph, make_optimizer, initial, steps, make_hook)
   variables = {n: tf.Variable(x, name=n) for n, x in initial.items()}
   global_step = tf.Variable(0, dtype=tf.int64, trainable=False,
@@ -281,14 +307,12 @@ def _others(trace):
 
 
 def _train_session(graph, make_optimizer, initial, steps, make_hook):
-  variables = {n: tf.compat.v1.get_variable(n, initializer=x)
-               for n, x in initial.items()}
-  global_step = tf.compat.v1.train.get_or_create_global_step()
+  variables = {n: v1.get_variable(n, initializer=x) for n, x in initial.items()}
+  global_step = v1.train.get_or_create_global_step()
   opt = make_optimizer(global_step)
   trace = Trace(optimizer=opt, variables=list(variables.values()))
   feeds = tf.nest.map_structure(
-      lambda x: (None if x is None
-                 else tf.compat.v1.placeholder(x.dtype, x.shape)),
+      lambda x: (None if x is None else v1.placeholder(x.dtype, x.shape)),
       {name: steps[0][name] for name in initial})
   with recorded(opt, global_step):
     train_op = opt.apply_gradients(
@@ -297,7 +321,7 @@ def _train_session(graph, make_optimizer, initial, steps, make_hook):
   trace.op_types = list(map(type_of, graph.get_operations())) + [
       node.op for branch in graph.as_graph_def().library.function
       for node in branch.node_def]
-  hook = make_hook(opt) if make_hook else tf.compat.v1.train.SessionRunHook()
+  hook = make_hook(opt) if make_hook else v1.train.SessionRunHook()
   hook.begin()
   with session_of(graph) as session:
     hook.after_create_session(session, tf.train.Coordinator())

@@ -202,9 +202,7 @@ def test_table():
              {"set": "a", "contender": "yyy", "milliseconds": 10.26,
               "x_other": 0.0317}]
   assert tables.text(results, ["set"]) == (
-      "       ms  x other\n"
-      "x       1         \n"
-      "yyy  10.3     0.03")
+      "       ms  x other\nx       1         \nyyy  10.3     0.03")
 
 
 def test_busy_cores():

@@ -59,8 +59,7 @@ def run(tmp_path, program, *args, figure="curves.png"):
     for color in ((63, 144, 218), (255, 169, 14)):  # Blue and orange.
       same = np.abs(pixels[..., :3] * 255 - color).max(axis=-1) < 1
       assert same.sum() > 100, color
-  processes.wait_until(lambda: not processes.marked(mark),
-                       "processes are left")
+  processes.wait_until(lambda: not processes.marked(mark), "processes are left")
   return out, results, lines
 
 
@@ -125,8 +124,7 @@ def test_keras_digits(tmp_path):
 def test_embeddings(tmp_path):
   out, results, lines = run(tmp_path, "embeddings", "--steps", 60, "--files",
                             12, "--seed", 3)
-  last = check_curve(results, list(range(3, 61, 3)), embeddings.MEASURES,
-                     lines)
+  last = check_curve(results, list(range(3, 61, 3)), embeddings.MEASURES, lines)
   for weights in "raw", "averaged":
     assert np.exp(last[weights]["loss"]) < 1600  # Of 2000 words.
     assert last[weights]["hits"] > 0.1  # Of a guess, 0.005.

@@ -43,8 +43,7 @@ IMPORTS = {
     "tensorflow.python.distribute.coordinator.cluster_coordinator": [
         "Closure.execute_on.__code__"],
     "tensorflow.python.distribute.mirrored_strategy": ["MirroredExtended"],
-    "tensorflow.python.distribute.one_device_strategy": [
-        "OneDeviceExtended"],
+    "tensorflow.python.distribute.one_device_strategy": ["OneDeviceExtended"],
     "tensorflow.python.distribute.parameter_server_strategy_v2": [
         "ParameterServerStrategyV2"],
     "tensorflow.python.distribute.ps_values": [
@@ -157,8 +156,7 @@ ATTRIBUTES = {
         "tensorflow.python.training.optimizer"): ["_var_key"],
     lambda: importlib.import_module(
         "tensorflow.python.training.checkpoint_utils"): ["_is_variable"],
-    lambda: importlib.import_module(
-        "tensorflow.python.ops.variable_scope"): [
+    lambda: importlib.import_module("tensorflow.python.ops.variable_scope"): [
             "_get_default_variable_store"],
     lambda: tf1.train.GradientDescentOptimizer(0.1): [
         "_create_non_slot_variable"],
@@ -171,8 +169,7 @@ ATTRIBUTES = {
             "_h5_entry_path"],
     lambda: tf.constant(1.0): ["_datatype_enum"],
     lambda: tf.float32: ["_is_ref_dtype"],
-    tf.Graph: ["_attr_scope_map", "_get_control_flow_context",
-               "_get_function"],
+    tf.Graph: ["_attr_scope_map", "_get_control_flow_context", "_get_function"],
     graph_operation: ["_add_control_inputs", "_clear_attr",
                       "_get_control_flow_context", "_id",
                       "_is_stateful", "_set_attr", "_set_device",

@@ -36,8 +36,7 @@ def elastic(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
     v = tf1.get_variable("v", initializer=0.0)
   opt = wrapopt.ElasticAverageOptimizer(
       sgd(1.0), num_worker, getter, interval_steps, moving_rate=0.0, rho=0.0)
-  return (opt.minimize(-v, global_step), v,
-          opt.make_session_run_hook(True, 0))
+  return (opt.minimize(-v, global_step), v, opt.make_session_run_hook(True, 0))
 
 
 def gated(global_step, **kwargs):
@@ -205,8 +204,7 @@ def test_a_meta_graph_that_needs_no_wrapopt(kind, tmp_path):
   w = tf1.get_variable("w", initializer=[1.0])
   y = tf.multiply(x, w, name="y")
   graph, model = str(tmp_path / "inference.meta"), str(tmp_path / "model")
-  tf1.train.export_meta_graph(
-      graph, saver_def=tf1.train.Saver().as_saver_def())
+  tf1.train.export_meta_graph(graph, saver_def=tf1.train.Saver().as_saver_def())
   opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
   train = opt.minimize(y)
   saver = opt.swapping_saver()

@@ -10,19 +10,13 @@ import modes
 import wrapopt
 from training import ancestors
 from training import assert_same_bits
-from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import reads_of
 from wrapopt._v1._graphs import _control_flow
 from wrapopt._v1._workers import _centers
 
 tf1 = tf.compat.v1
 A, B, C = (f"/device:CPU:{i}" for i in range(3))
-
-
-@pytest.fixture(params=["ref", "resource"])
-def kind(request):
-  with graph_of(request.param):
-    yield request.param
 
 
 @contextlib.contextmanager
@@ -157,8 +151,7 @@ def test_what_is_packed_does_not_change(kind, count):
   variables = [variable(np.ones(1000)) for _ in range(count)]
   [flat] = _centers.pack(variables)
   with tf.control_dependencies([flat]):
-    updates = [v.assign_add(np.ones(1000), read_value=False)
-               for v in variables]
+    updates = [v.assign_add(np.ones(1000), read_value=False) for v in variables]
   with tf.control_dependencies(updates):
     after = tf.identity(flat)
   with session() as s:

@@ -37,8 +37,7 @@ DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 ONE_GROUP = [[0, 1, 2, 3]]
 PAIRS = [[0, 1], [2, 3]]
 # None; neighbours; groups and shards in any order; all in one, and each alone.
-GROUPS = (None, PAIRS, [[3, 0], [1, 2]], [[2, 1, 3, 0]],
-          [[1], [0], [2], [3]])
+GROUPS = (None, PAIRS, [[3, 0], [1, 2]], [[2, 1, 3, 0]], [[1], [0], [2], [3]])
 CASES = [*((Reduction.MEAN, groups) for groups in GROUPS),
          (Reduction.SUM, GROUPS[2])]
 INNER = {
@@ -341,8 +340,7 @@ def test_what_is_summed_already_is_left_on_a_tpu():
 
 @pytest.fixture(scope="module")
 def strategy():
-  return tf.distribute.MirroredStrategy(
-      [f"/cpu:{i}" for i in range(SHARDS)])
+  return tf.distribute.MirroredStrategy([f"/cpu:{i}" for i in range(SHARDS)])
 
 
 def in_mode(mode, function):
@@ -455,8 +453,7 @@ def test_types_in_groups(strategy, mode, dtype, index_type):
     dense = tf.Variable(tf.zeros([2], dtype))
     table = tf.Variable(tf.zeros([4, 1], dtype))
     inner = Taking()
-    opt = wrapopt.CrossShardOptimizer(
-        inner, group_assignment=[[0, 2], [3, 1]])
+    opt = wrapopt.CrossShardOptimizer(inner, group_assignment=[[0, 2], [3, 1]])
 
   def replica():
     shard = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -553,8 +550,7 @@ def test_gradients_are_the_shards_own_before_they_are_applied(strategy):
   coefficients = tf.constant([[2.0], [8.0], [4.0], [8.0]])
 
   def replica():
-    [(gradient, _)] = opt.compute_gradients(lambda: w * mine(coefficients),
-                                            [w])
+    [(gradient, _)] = opt.compute_gradients(lambda: w * mine(coefficients), [w])
     opt.apply_gradients([(tf.minimum(gradient, 2.0), w)])
     return gradient
 

@@ -11,6 +11,7 @@ import modes
 import wrapopt
 from training import assert_same_bits
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import session_of
 
 tf1 = tf.compat.v1
@@ -38,12 +39,6 @@ def elastic_average(device=WORKER):
 def make(request):
   """A function of the worker's device: a getter and its maps by prefix."""
   return request.param
-
-
-@pytest.fixture(params=["ref", "resource"])
-def kind(request):
-  with graph_of(request.param):
-    yield request.param
 
 
 def on_cluster():
@@ -230,8 +225,7 @@ def test_partitioned(make, kind, initializer, tmp_path):
   # TensorFlow takes no other value of a partitioned variable than a tensor.
   shape = [5, 2] if callable(initializer) else None
   for reuse in False, True, tf1.AUTO_REUSE:
-    with scope(getter, reuse=reuse,
-               partitioner=tf1.fixed_size_partitioner(3)):
+    with scope(getter, reuse=reuse, partitioner=tf1.fixed_size_partitioner(3)):
       v = tf1.get_variable("v", shape, initializer=initializer)
   assert [s.op.name for s in v] == [f"model/v/part_{i}" for i in range(3)]
   for prefix, m in maps.items():

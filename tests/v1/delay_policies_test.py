@@ -122,8 +122,7 @@ def test_workers_in_eager_mode(policy, momentum, fused):
 def test_a_gradient_beyond_the_limit_is_dropped():
   w, step = tf.Variable([1.0]), tf.Variable(0, dtype=tf.int64)
   opt = Drop(inner(0), 0, global_step=step, policy=wrapopt.GapAware())
-  one, two = (opt.compute_gradients(lambda: loss_of(w), [w])
-              for _ in range(2))
+  one, two = (opt.compute_gradients(lambda: loss_of(w), [w]) for _ in range(2))
   opt.apply_gradients(one)
   after, size = w.numpy(), opt.get_slot(w, "step_size").numpy()
   opt.apply_gradients(two)

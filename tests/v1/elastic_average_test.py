@@ -745,8 +745,7 @@ def test_init_op(kind):
 def test_init_op_is_refused(kind):
   with graph_of(kind):
     getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter,
-                                          synchronous=True)
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter, synchronous=True)
     tf1.get_variable("other", [2])
     with pytest.raises(ValueError,
                        match="must have made at least one variable"):

@@ -575,8 +575,7 @@ def test_opt_and_getter_are_checked():
      {"interval_steps": lambda: tf.ones([1], tf.int32)}),
     (ValueError, "`min_workers` must be at most 2, the number of workers, got "
      "3", {"num_worker": 2, "min_workers": 3}),
-    (ValueError, "`min_workers` must be at least 1, got 0",
-     {"min_workers": 0}),
+    (ValueError, "`min_workers` must be at least 1, got 0", {"min_workers": 0}),
     (ValueError, "`round_timeout_secs` must be more than 0, got 0",
      {"round_timeout_secs": 0}),
     (ValueError, "`chief_timeout_secs` must be more than 0, got nan",

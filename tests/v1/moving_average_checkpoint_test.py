@@ -20,8 +20,10 @@ from modes import control_flow
 from threads import in_threads
 from training import GRAPH_MODES
 from training import assert_same_bits
+from training import descend
 from training import exchange_op
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import session_of
 from wrapopt._averages import _swap
@@ -34,19 +36,6 @@ AVERAGE = "/ExponentialMovingAverage"
 def wrap(*args, **kwargs):
   return wrapopt.MovingAverageOptimizer(
       v1.train.GradientDescentOptimizer(1.0), *args, **kwargs)
-
-
-@pytest.fixture(params=GRAPH_MODES)
-def kind(request):
-  """A graph of ref or of resource variables."""
-  with graph_of(request.param):
-    yield request.param
-
-
-def descend(opt, *variables, step=None):
-  """A step that adds one to each variable, where the learning rate is one."""
-  return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
-                             global_step=step)
 
 
 def contents(path):
@@ -888,8 +877,7 @@ def test_averaged_weights_of_another_dtype(place, dtype):
   wide = PATTERNS[np.dtype(np.float32)]
   p = place([raw, wide], [average, wide[::-1].copy()], shadow_dtype=tf.float32)
   with p.opt.averaged_weights(p.session):
-    assert_same_bits(p.read(p.variables),
-                     [average.astype(dtype), wide[::-1]])
+    assert_same_bits(p.read(p.variables), [average.astype(dtype), wide[::-1]])
   assert_same_bits(p.read(p.variables), [raw, wide])
   # The wide one did not go through the narrow dtype.
   assert_same_bits(p.read(p.averages), [average, wide[::-1]])
@@ -1270,8 +1258,7 @@ def test_a_checkpoint_of_a_sharded_variable_has_its_parts(make, tmp_path):
   """TensorFlow would write the average of the first part alone."""
   whole, opt = sharded(make)
   path = str(tmp_path / "model")
-  with pytest.raises(NotImplementedError,
-                     match=r"parts=list\(w.variables\)"):
+  with pytest.raises(NotImplementedError, match=r"parts=list\(w.variables\)"):
     tf.train.Checkpoint(w=whole, opt=opt).write(path)
   assert not list(tmp_path.iterdir())
   tf.train.Checkpoint(parts=list(whole.variables), opt=opt).write(path)

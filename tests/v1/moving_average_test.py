@@ -28,9 +28,11 @@ from training import GRAPH_MODES
 from training import MODES
 from training import ancestors
 from training import assert_same_bits
+from training import descend
 from training import ema_op
 from training import exchange_op
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import session_of
 from training import train
@@ -52,24 +54,11 @@ def wrap(*args, **kwargs):
   return wrapopt.MovingAverageOptimizer(sgd(), *args, **kwargs)
 
 
-@pytest.fixture(params=GRAPH_MODES)
-def kind(request):
-  """A graph of ref or of resource variables."""
-  with graph_of(request.param):
-    yield request.param
-
-
 def update_op(kind, fused):
   """The type of the native op that updates averages around `sgd`."""
   if fused is None:
     return "Wrapopt>ApplyGradientDescent" + ("Ref" if kind == "ref" else "")
   return ema_op(kind)
-
-
-def descend(opt, *variables, step=None):
-  """A step that adds one to each variable, where the learning rate is one."""
-  return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
-                             global_step=step)
 
 
 def in_function(step):

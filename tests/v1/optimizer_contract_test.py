@@ -14,50 +14,39 @@ import wrapopt
 from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import recorded
 from training import type_of
 
+v1 = tf.compat.v1
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 DECAY = 0.75
 
-
-def averaging(fused):
-  return lambda rate: wrapopt.MovingAverageOptimizer(
-      tf.compat.v1.train.GradientDescentOptimizer(rate), DECAY, fused=fused)
+sgd, sharded = v1.train.GradientDescentOptimizer, wrapopt.CrossShardOptimizer
 
 
-def gated(rate):
+def moving(opt, fused=None):
+  return wrapopt.MovingAverageOptimizer(opt, DECAY, fused=fused)
+
+
+def gated(opt):
   # A step of its own, for tests that give none.
-  return wrapopt.DropStaleGradientOptimizer(
-      tf.compat.v1.train.GradientDescentOptimizer(rate), 0,
-      global_step=step_variable())
+  return wrapopt.DropStaleGradientOptimizer(opt, 0, global_step=step_variable())
 
 
 OPTIMIZERS = {
-    "bare": tf.compat.v1.train.GradientDescentOptimizer,
-    "CrossShardOptimizer": lambda rate: wrapopt.CrossShardOptimizer(
-        tf.compat.v1.train.GradientDescentOptimizer(rate)),
-    "CrossShardOptimizer(MovingAverageOptimizer)":
-        lambda rate: wrapopt.CrossShardOptimizer(averaging(None)(rate)),
-    "MovingAverageOptimizer(CrossShardOptimizer)":
-        lambda rate: wrapopt.MovingAverageOptimizer(
-            wrapopt.CrossShardOptimizer(
-                tf.compat.v1.train.GradientDescentOptimizer(rate)), DECAY),
-    "DropStaleGradientOptimizer": gated,
-    "DropStaleGradientOptimizer(CrossShardOptimizer)":
-        lambda rate: wrapopt.DropStaleGradientOptimizer(
-            wrapopt.CrossShardOptimizer(
-                tf.compat.v1.train.GradientDescentOptimizer(rate)), 0,
-            global_step=step_variable()),
-    "DropStaleGradientOptimizer(MovingAverageOptimizer)":
-        lambda rate: wrapopt.DropStaleGradientOptimizer(
-            averaging(None)(rate), 0, global_step=step_variable()),
-    "MovingAverageOptimizer(DropStaleGradientOptimizer)":
-        lambda rate: wrapopt.MovingAverageOptimizer(gated(rate), DECAY),
+    "bare": sgd,
+    "CrossShard": lambda rate: sharded(sgd(rate)),
+    "CrossShard(MovingAverage)": lambda rate: sharded(moving(sgd(rate))),
+    "MovingAverage(CrossShard)": lambda rate: moving(sharded(sgd(rate))),
+    "DropStaleGradient": lambda rate: gated(sgd(rate)),
+    "DropStaleGradient(CrossShard)": lambda rate: gated(sharded(sgd(rate))),
+    "DropStaleGradient(MovingAverage)": lambda rate: gated(moving(sgd(rate))),
+    "MovingAverage(DropStaleGradient)": lambda rate: moving(gated(sgd(rate))),
     # Step and averages in one pass, and in two.
-    "MovingAverageOptimizer": averaging(None),
-    "MovingAverageOptimizer, not fused": averaging(False),
+    "MovingAverage": lambda rate: moving(sgd(rate)),
+    "MovingAverage, not fused": lambda rate: moving(sgd(rate), False),
 }
 
 
@@ -79,13 +68,6 @@ def mode(request):
     yield request.param
 
 
-@pytest.fixture(params=GRAPH_MODES)
-def kind(request):
-  """As `mode`, for what there is only in a graph."""
-  with graph_of(request.param):
-    yield request.param
-
-
 class Runner:
   """Runs what a test makes: now in eager mode, else in a session."""
 
@@ -97,11 +79,10 @@ class Runner:
       return tf.nest.map_structure(
           lambda t: None if t is None else np.asarray(t), x)
     if self._session is None:
-      self._session = tf.compat.v1.Session()
+      self._session = v1.Session()
       # After minimize(): there were no averages before.
-      self._session.run(tf.compat.v1.global_variables_initializer())
-      assert not self._session.run(
-          tf.compat.v1.report_uninitialized_variables()).size
+      self._session.run(v1.global_variables_initializer())
+      assert not self._session.run(v1.report_uninitialized_variables()).size
     return self._session.run(x)
 
   def close(self):
@@ -118,13 +99,12 @@ def run():
 
 def variables(dtype=tf.float32, **kwargs):
   # Not tf.Variable: that is a resource variable in any graph.
-  return (tf.compat.v1.Variable([1.0, 2.0], dtype=dtype, name="a", **kwargs),
-          tf.compat.v1.Variable([3.0, 4.0], dtype=dtype, name="b", **kwargs))
+  return (v1.Variable([1.0, 2.0], dtype=dtype, name="a", **kwargs),
+          v1.Variable([3.0, 4.0], dtype=dtype, name="b", **kwargs))
 
 
 def step_variable():
-  return tf.compat.v1.Variable(0, dtype=tf.int64, trainable=False,
-                               name="global_step")
+  return v1.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
 
 
 def loss_of(x, y):
@@ -138,13 +118,12 @@ def check(run, opt, pairs):
   """Variables hold what they should, and averages what follows from that."""
   for variable, (before, after) in pairs:
     np.testing.assert_array_equal(np.float64(run(variable)), after)
-    averaging_opt = next(
-        (o for o in (opt, getattr(opt, "_optimizer", None))
-         if isinstance(o, wrapopt.MovingAverageOptimizer)), None)
-    if averaging_opt:
+    for o in opt, getattr(opt, "_optimizer", None):
+      if not isinstance(o, wrapopt.MovingAverageOptimizer):
+        continue
       # All numbers here are exact in all dtypes.
       np.testing.assert_array_equal(
-          np.float64(run(averaging_opt.average(variable))),
+          np.float64(run(o.average(variable))),
           np.add(np.multiply(DECAY, before), np.multiply(1 - DECAY, after)))
 
 
@@ -174,7 +153,7 @@ def test_minimize_takes_a_callable_in_a_graph(name, make, kind, run, is_given):
 
 def test_minimize_takes_all_trainable_variables_by_default(make, mode, run):
   x, y = variables()
-  z = tf.compat.v1.Variable([7.0], trainable=False, name="c")
+  z = v1.Variable([7.0], trainable=False, name="c")
   opt = make(4.0)
   train = opt.minimize(loss_of(x, y) if mode != "eager"
                        else lambda: 5 * x + 3 * y + 2 * z)
@@ -190,7 +169,7 @@ def test_minimize_takes_all_trainable_variables_by_default(make, mode, run):
     (tf.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, 2)])
 def test_aggregation_method(make, kind, run, method, sums):
   del kind
-  x = tf.compat.v1.Variable([1.0, 2.0], name="a")
+  x = v1.Variable([1.0, 2.0], name="a")
   opt = make(4.0)
   train = opt.minimize(5 * x + 3 * x + 2 * x, aggregation_method=method)
   # Three terms at once, or one after the other.
@@ -218,9 +197,9 @@ def waits(pairs):
 
 
 @pytest.mark.parametrize("gate, product, sum_", [
-    (tf.compat.v1.train.Optimizer.GATE_NONE, False, False),
-    (tf.compat.v1.train.Optimizer.GATE_OP, True, False),
-    (tf.compat.v1.train.Optimizer.GATE_GRAPH, True, True)])
+    (v1.train.Optimizer.GATE_NONE, False, False),
+    (v1.train.Optimizer.GATE_OP, True, False),
+    (v1.train.Optimizer.GATE_GRAPH, True, True)])
 def test_gate_gradients(make, kind, run, gate, product, sum_):
   del kind
   x, y = variables()
@@ -256,7 +235,7 @@ def test_no_variables(make, mode):
   x, y = variables(trainable=False)
   with pytest.raises(ValueError, match="No.*variable"):
     make(1.0).minimize(loss_of(x, y))
-  assert not tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
+  assert not v1.get_collection(v1.GraphKeys.TRAIN_OP)
 
 
 def test_no_gradients(make, mode):
@@ -294,8 +273,7 @@ def test_no_variables_in_apply_gradients(make, mode):
 def test_gradients_as_variables(make, mode, run):
   x, y = variables()
   opt = make(4.0)
-  gradients = [tf.compat.v1.Variable(tf.zeros([2]), trainable=False)
-               for _ in range(2)]
+  gradients = [v1.Variable(tf.zeros([2]), trainable=False) for _ in range(2)]
   converts = [variable.assign(gradient) for variable, (gradient, _) in zip(
       gradients, opt.compute_gradients(loss_of(x, y), [x, y]))]
   train = (None if mode == "eager"
@@ -337,35 +315,25 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
   x, y = variables()
   train = make(1.0).minimize(loss_of(x, y), step_variable(), [x, y])
   # One op, that runs the whole step.
-  assert tf.compat.v1.get_collection(
-      tf.compat.v1.GraphKeys.TRAIN_OP) == [getattr(train, "op", train)]
+  assert v1.get_collection(
+      v1.GraphKeys.TRAIN_OP) == [getattr(train, "op", train)]
   ref = "Ref" if kind == "ref" else ""
   native = {type_of(op) for op in ancestors(train)
             if op.type.startswith("Wrapopt>")} - {"Wrapopt>BundleByName"}
   step = {f"Wrapopt>ApplyGradientDescent{ref}"}
   gate = {f"Wrapopt>Staleness{part}{ref}"
           for part in ("Record", "Gate", "Complete")}
-  assert native == {
-      "bare": set(),
-      "CrossShardOptimizer": set(),
-      "CrossShardOptimizer(MovingAverageOptimizer)":
-          {f"Wrapopt>ApplyGradientDescent{ref}"},
-      "MovingAverageOptimizer(CrossShardOptimizer)": step,
-      "DropStaleGradientOptimizer": gate | step,
-      "DropStaleGradientOptimizer(CrossShardOptimizer)": gate | step,
-      "DropStaleGradientOptimizer(MovingAverageOptimizer)": gate | step,
-      "MovingAverageOptimizer(DropStaleGradientOptimizer)": gate | step,
-      "MovingAverageOptimizer": step,
-      "MovingAverageOptimizer, not fused": {
-          f"Wrapopt>EmaUpdate{ref}", f"Wrapopt>CheckInitialized{ref}"},
-  }[name]
+  assert native == (
+      set() if name in ("bare", "CrossShard") else
+      {f"Wrapopt>{op}{ref}" for op in ("EmaUpdate", "CheckInitialized")}
+      if "not fused" in name else step | (gate if "Drop" in name else set()))
 
 
 def test_constraints(make, kind, run):
   del kind
-  x = tf.compat.v1.Variable([1.0, 2.0], name="a",
+  x = v1.Variable([1.0, 2.0], name="a",
                             constraint=lambda v: tf.clip_by_value(v, -0.5, 0.))
-  y = tf.compat.v1.Variable([3.0, 4.0], name="b",
+  y = v1.Variable([3.0, 4.0], name="b",
                             constraint=lambda v: tf.clip_by_value(v, 0., 1.))
   opt = make(4.0)
   run(opt.minimize(loss_of(x, y), step_variable(), [x, y]))
@@ -398,7 +366,7 @@ def test_what_a_ref_op_returns_is_a_gradient(make, run):
     x, y = variables()
     opt = make(4.0)
     with recorded(opt, None):
-      train = opt.apply_gradients([(tf.compat.v1.assign_add(y, [2.0, 1.0]), x)])
+      train = opt.apply_gradients([(v1.assign_add(y, [2.0, 1.0]), x)])
     run(train)
     check(run, opt, [(x, ([1, 2], [-19, -18]))])
 
@@ -418,12 +386,12 @@ def test_the_name_of_a_step(make, kind):
   del kind
   x, y = variables()
   make(1.0).minimize(loss_of(x, y), name="my_step")
-  assert [op for op in tf.compat.v1.get_default_graph().get_operations()
+  assert [op for op in v1.get_default_graph().get_operations()
           if op.name.startswith("my_step")]
 
 
 def test_a_name_must_not_be_empty():
-  sgd = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+  sgd = v1.train.GradientDescentOptimizer(1.0)
   with pytest.raises(ValueError, match="Must specify the optimizer name"):
     wrapopt.MovingAverageOptimizer(sgd, name="")
   assert wrapopt.MovingAverageOptimizer(sgd).get_name() == (

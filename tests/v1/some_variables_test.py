@@ -122,8 +122,7 @@ def test_steps_of_the_others_alone(mode):
   opt = wrapopt.MovingAverageOptimizer(
       v1.train.GradientDescentOptimizer(1.0), wrapopt.PowerDecay(gamma=0),
       variables=lambda v: v is a)
-  steps = [lambda v=v: opt.apply_gradients([(-tf.ones(1), v)])
-           for v in (b, a)]
+  steps = [lambda v=v: opt.apply_gradients([(-tf.ones(1), v)]) for v in (b, a)]
   if mode == "function":
     steps = [tf.function(lambda s=s: s() and None) for s in steps]
   steps[0]()
@@ -270,8 +269,7 @@ def test_a_gate_drops_steps_of_all_variables(kind, fused):
       seen = []
       for by in (0, 1, 0, 1, 0, 0):
         session.run(train_op, {late: by})
-        seen.append([x.item() for x in session.run(
-            [a, b, moving.average(a)])])
+        seen.append([x.item() for x in session.run([a, b, moving.average(a)])])
       assert seen == [[1, 1, 0], [1, 1, 0], [2, 2, 1], [2, 2, 1], [3, 3, 1],
                       [4, 4, 2.5]]
 
@@ -521,8 +519,7 @@ def test_evaluations_of_batch_normalizations(kind, fused, tmp_path):
       loss, _ = normalized(is_training=True)
       variables = v1.global_variables()
       sgd = v1.train.GradientDescentOptimizer(0.125)
-      with tf.control_dependencies(
-          v1.get_collection(v1.GraphKeys.UPDATE_OPS)):
+      with tf.control_dependencies(v1.get_collection(v1.GraphKeys.UPDATE_OPS)):
         train_op = minimize(sgd, loss, variables)
       with session_of() as session:
         for _ in range(3):
