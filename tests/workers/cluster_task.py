@@ -32,18 +32,9 @@ class Graph:
             trainable=False)
         yield
 
-  @contextlib.contextmanager
   def session(self):
     """A session, once the first worker has initialized the variables."""
-    with self.graph.as_default():
-      init = tf1.global_variables_initializer()
-      missing = tf1.report_uninitialized_variables()
-    with self.task.session(self.graph) as session:
-      if self.task.number == 0:
-        session.run(init)
-      while session.run(missing).size:
-        time.sleep(0.02)
-      yield session
+    return self.task.session(self.graph)
 
 
 def update_log(task, updates, native):

@@ -1,8 +1,11 @@
 """The rule of DiLoCo in NumPy, and servers in processes of their own."""
 
 import collections
+import ctypes
 import itertools
 import multiprocessing
+import os
+import signal
 import threading
 import time
 
@@ -10,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import codes
+import networks
 import wrapopt
 from wrapopt import server
 
@@ -95,6 +99,8 @@ class CodedOracle:
     _, moved, lost = codes.encode_values(
         update, np.float32(0), self.lost[part], self._dtype)
     return self.center[part] + moved, velocity, lost
+
+
 def run_all(*functions):
   """Runs functions in threads: the list of their results."""
   results = [None] * len(functions)
@@ -123,27 +129,67 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["wrapopt.server", __name__])
 
 
-class Process:
-  """A server in a process of its own, on a port of its own."""
+class Child:
+  """A process, which may be killed, stopped and resumed.
 
-  def __init__(self, port=0):
-    pipe, end = FORKS.Pipe()
-    self._process = FORKS.Process(target=_serve, args=(port, end), daemon=True)
+  Attributes:
+    namespace: The process whose network it has, or None.
+  """
+
+  def __init__(self, target, *args, namespace=None):
+    self._process = FORKS.Process(
+        target=_run, args=(namespace, target, args), daemon=True)
     self._process.start()
-    end.close()
-    self.port = pipe.recv()
-    self.address = f"localhost:{self.port}"
 
   @property
   def pid(self):
     return self._process.pid
+
+  @property
+  def exitcode(self):
+    """Its status when it has ended, of a signal less than 0; else None."""
+    return self._process.exitcode
+
+  def join(self, secs=60):
+    self._process.join(secs)
+
+  def stop(self):
+    os.kill(self.pid, signal.SIGSTOP)
+
+  def resume(self):
+    os.kill(self.pid, signal.SIGCONT)
 
   def kill(self):
     self._process.kill()
     self._process.join()
 
 
-def _serve(port, pipe):
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def _run(namespace, target, args):
+  # The process that it is forked from ends with the one that started both.
+  ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+  if namespace:
+    networks.join(namespace)
+  target(*args)
+
+
+class Process(Child):
+  """A server, on a port of its own."""
+
+  def __init__(self, port=0, host="localhost", start_secs=0, waits=True,
+               namespace=None):
+    pipe, end = FORKS.Pipe()
+    super().__init__(_serve, port, start_secs, end, namespace=namespace)
+    end.close()
+    self._pipe = pipe  # The server tells its port when it listens.
+    self.port = pipe.recv() if waits else port
+    self.address = f"{host}:{self.port}"
+
+
+def _serve(port, start_secs, pipe):
+  time.sleep(start_secs)
   started = server.start(port)
   pipe.send(int(started.target.rpartition(":")[2]))
   while True:

@@ -177,15 +177,25 @@ class Task:
     return tf1.ConfigProto(device_filters=["/job:ps", self.device])
 
   def session(self, graph):
-    """A session of the graph, whose variables the first task initializes."""
+    """A session of the graph, whose variables the first task initializes.
+
+    An initializer assigns a variable again just after it has made it, which
+    may undo a step of another task. So those wait for a variable that is made
+    after all others.
+    """
     with graph.as_default(), tf1.device(self.placement()):
       init = tf1.global_variables_initializer()
       local_init = tf1.local_variables_initializer()
-      missing = tf1.report_uninitialized_variables(tf1.global_variables())
+      first, *_ = tf1.global_variables()
+      ready = tf1.Variable(
+          True, trainable=False, collections=(), use_resource=True,
+          name=f"{first.op.name}_is_ready")
+      is_ready = tf1.is_variable_initialized(ready)
     session = tf1.Session(self.server.target, graph=graph, config=self.config())
     if self.number == 0:
       session.run(init)
-    while session.run(missing).size:
+      session.run(ready.initializer)
+    while not session.run(is_ready):
       time.sleep(0.05)
     session.run(local_init)
     return session
