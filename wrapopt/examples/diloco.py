@@ -11,6 +11,11 @@
                 worker and center move towards each other in each round
   LocalSGD      `wrapopt.LocalSGD`: the mean of all workers in each round
   DiLoCo        `wrapopt.DiLoCo`: an outer step towards the mean in each round
+  bfloat16, int8, int4
+                DiLoCo whose values travel in this `dtype`
+  fragments     DiLoCo of two groups of variables, which have rounds in turn
+  overlap       DiLoCo whose values travel during the next 5 steps
+  streaming     int4, fragments and overlap: Streaming DiLoCo
 
 Each worker is a process on this machine, and has a quarter of the data. Two
 tasks, which need no download:
@@ -26,13 +31,14 @@ those of the others.
 
 Each way is tuned by as many runs, with another seed, so another split of the
 data: eight rates of Adam; for elastic averaging four, with two rates of the
-center; for DiLoCo four, with two outer rates. The setting of the least error in
-the end is the one that is compared. Rounds have as many steps in all ways, so
-that these send as much.
+center; for each DiLoCo four, with two outer rates. The setting of the least
+error in the end is the one that is compared. Rounds have as many steps in all
+ways.
 
 The first worker measures the error on other data after each round: that of the
-center for elastic averaging, LocalSGD and DiLoCo. Asynchronous workers have no
-rounds: after as many steps, they wait while the coordinator measures.
+center for elastic averaging, LocalSGD and DiLoCo, which `overlap` and
+`streaming` have 5 steps later. Asynchronous workers have no rounds: after as
+many steps, they wait while the coordinator measures.
 
 The bytes are those that a worker sends: weights, or gradients in their size,
 without dropped ones. An all-reduce may send up to twice as much. The bytes that
@@ -411,20 +417,23 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
         progress.update()
         return got
 
-      chosen = {way: _tasks.least(settings, lambda setting, way=way: rows(
-          way, setting, seed + seeds)[-1][-1])
-                for way, settings in tried.items()}
-      best = {way: setting for way, (setting, _) in chosen.items()}
-      tuned[name] = {way: list(errors.items())
-                     for way, (_, errors) in chosen.items()}
-      found[name] = {way: [rows(way, best[way], s)
-                           for s in range(seed, seed + seeds)] for way in ways}
+      found[name], tuned[name], table = {}, {}, []
+      for way, settings in tried.items():
+        best, errors = _tasks.least(settings, lambda setting, way=way: rows(
+            way, setting, seed + seeds)[-1][-1])
+        table.append([way, best, *(f"{e:.2f}" for e in errors.values())])
+        tuned[name][way] = list(errors.items())
+        found[name][way] = [rows(way, best, s)
+                            for s in range(seed, seed + seeds)]
       _command.print_table(
           f"{name}: errors of the settings that were tried, and the best",
-          ["way", "best", *["error"] * max(map(len, tried.values()))],
-          [[way, best[way], *(f"{error:.2f}" for _, error in errors)]
-           for way, errors in tuned[name].items()])
+          ["way", "best", *["error"] * max(map(len, tried.values()))], table)
+  show(out, found)
+  return {"tasks": found, "tuned": tuned}
 
+
+def show(out, found):
+  """Prints and draws {task: {way: the rows of each seed}}."""
   table, panels = [], []
   for name, of_ways in found.items():
     over_bytes, over_time, ends = {}, {}, []
@@ -439,26 +448,25 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
       if sent.any():
         over_bytes[way] = sent[1:], errors[:, 1:], _STYLES[way]
         ends += [sent[1], sent[-1]]
-    # Nothing is sent: the errors in the end.
-    for way in [way for way in of_ways if way not in over_bytes]:
-      over_bytes[way] = (
-          [min(ends), max(ends)],
-          np.repeat(np.array(of_ways[way])[:, -1:, 3], 2, axis=1), _STYLES[way])
-    over_bytes = {way: over_bytes[way] for way in ways}
+    # Of those that send nothing, the errors in the end.
+    ends = ends or [0.1, 1]
+    over_bytes = {way: over_bytes.get(way, (
+        [min(ends), max(ends)],
+        np.repeat(np.array(rows)[:, -1:, 3], 2, axis=1), _STYLES[way]))
+                  for way, rows in of_ways.items()}
     label = TASKS[name].measure.label
     panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
                             over_bytes, "log"),
                _plots.Panel(f"{name}, over seconds", label, over_time)]
   _command.print_table(
-      f"errors on held-out data: the mean, least and largest of {seeds} seeds; "
-      "what a worker sent",
+      "errors on held-out data: the mean, least and largest of the seeds; what "
+      "a worker sent",
       ["task", "way", "steps", "error", "least", "largest", "MB sent",
        "seconds"], table)
   _plots.draw_curves(
       os.path.join(out, "diloco.png"),
       f"{_WORKERS} workers; band: the least and the largest of the seeds",
       "", panels)
-  return {"tasks": found, "tuned": tuned}
 
 
 def main(argv=None):
