@@ -18,6 +18,7 @@ from wrapopt.examples import averages
 from wrapopt.examples import cluster_digits
 from wrapopt.examples import choosing
 from wrapopt.examples import digits
+from wrapopt.examples import diloco
 from wrapopt.examples import embeddings
 from wrapopt.examples import keras_digits
 from wrapopt.examples import staleness
@@ -253,19 +254,32 @@ def test_diloco(tmp_path):
   _, results, lines = run(tmp_path, "diloco", "--quick", "--tasks", "digits",
                           "--seeds", 1, figure="diloco.png")
   curves = results["tasks"]["digits"]
-  assert list(curves) == ["alone", "all data", "synchronous", "asynchronous",
-                          "elastic", "LocalSGD", "DiLoCo"]
+  assert tuple(curves) == diloco.WAYS
   for tried in results["tuned"]["digits"].values():  # [[setting, error], ...]
     assert len(tried) == 2 and all(0 <= error <= 100 for _, error in tried)
-  size = sum(v.shape.num_elements() for v in _tasks.make_net().weights) * 4
+  n = sum(v.shape.num_elements() for v in _tasks.make_net().weights)
+  size, scales = 4 * n, 4 * -(-n // 128)
   sent = {way: of_seed[-1][2] for way, [of_seed] in curves.items()}
   # The gate drops few gradients.
   assert 80 * size < sent.pop("asynchronous") <= 100 * size
-  assert sent == {"alone": 0, "all data": 0, "synchronous": 100 * size,
-                  "elastic": 5 * size, "LocalSGD": 5 * size, "DiLoCo": 5 * size}
+  # Each of two fragments may end with part of a block.
+  assert 0 <= sent.pop("streaming") - sent["int4"] <= 5 * 5
+  assert sent == {
+      "alone": 0, "all data": 0, "synchronous": 100 * size,
+      **dict.fromkeys(["elastic", "LocalSGD", "DiLoCo", "fragments", "overlap"],
+                      5 * size),
+      "bfloat16": 5 * size / 2, "int8": 5 * (n + scales),
+      "int4": 5 * (-(-n // 2) + scales)}
   for [of_seed] in curves.values():
+    assert [row[0] for row in of_seed] == list(range(0, 101, 20))
     assert of_seed[-1][3] < 50 < of_seed[0][3]  # It learns.
-  assert ["digits", "DiLoCo"] in [line[:2] for line in lines]
+  assert ["digits", "streaming"] in [line[:2] for line in lines]
+
+
+def test_ways_that_send_nothing(tmp_path):
+  _, results, _ = run(tmp_path, "diloco", "--quick", "--tasks", "digits",
+                      "--seeds", 1, "--ways", "alone", figure=None)
+  assert list(results["tasks"]["digits"]) == ["alone"]
 
 
 @pytest.mark.parametrize("method", staleness.METHODS)
@@ -432,6 +446,7 @@ def test_a_restored_model_that_differs_is_an_error(example, monkeypatch,
     (averages, "decays --epochs 1 0", "must be at least 1, got 0"),
     (cluster_digits, "--rounds 1", "must be at least 2, got 1"),
     (choosing, "--tasks cancer", "invalid choice: 'cancer'"),
+    (diloco, "--ways int2", "invalid choice: 'int2'"),
     (staleness, "session --limit -1", "must be at least 0, got -1"),
     (staleness, "session --rest nan", "must be at least 0.01, got nan")])
 def test_options_are_checked(example, arguments, error, capsys):

@@ -46,6 +46,7 @@ _OPTIONS = {  # {name: arguments of `add_argument`}
     "seeds": {"type": at_least(1), "help": "the number of seeds"},
     "steps": {"type": at_least(1), "help": "steps of the optimizer"},
     "tasks": {"nargs": "+", "metavar": "TASK", "help": "the tasks"},
+    "ways": {"nargs": "+", "metavar": "WAY", "help": "the ways to train"},
 }
 
 
@@ -77,7 +78,7 @@ def main(name, doc, argv, *parts):
     options.set_defaults(part=part)
     for option, parameter in inspect.signature(part).parameters.items():
       settings = dict(_OPTIONS[option], default=parameter.default)
-      if option == "tasks":
+      if option in ("tasks", "ways"):
         settings["choices"] = parameter.default
       options.add_argument(f"--{option.replace('_', '-')}", **settings)
   given = vars(parser.parse_args(argv))

@@ -11,6 +11,11 @@
                 worker and center move towards each other in each round
   LocalSGD      `wrapopt.LocalSGD`: the mean of all workers in each round
   DiLoCo        `wrapopt.DiLoCo`: an outer step towards the mean in each round
+  bfloat16, int8, int4
+                DiLoCo whose values travel in this `dtype`
+  fragments     DiLoCo of two groups of variables, which have rounds in turn
+  overlap       DiLoCo whose values travel during the next 5 steps
+  streaming     int4, fragments and overlap: Streaming DiLoCo
 
 Each worker is a process on this machine, and has a quarter of the data. Two
 tasks, which need no download:
@@ -26,13 +31,14 @@ those of the others.
 
 Each way is tuned by as many runs, with another seed, so another split of the
 data: eight rates of Adam; for elastic averaging four, with two rates of the
-center; for DiLoCo four, with two outer rates. The setting of the least error in
-the end is the one that is compared. Rounds have as many steps in all ways, so
-that these send as much.
+center; for each DiLoCo four, with two outer rates. The setting of the least
+error in the end is the one that is compared. Rounds have as many steps in all
+ways.
 
 The first worker measures the error on other data after each round: that of the
-center for elastic averaging, LocalSGD and DiLoCo. Asynchronous workers have no
-rounds: after as many steps, they wait while the coordinator measures.
+center for elastic averaging, LocalSGD and DiLoCo, which `overlap` and
+`streaming` have 5 steps later. Asynchronous workers have no rounds: after as
+many steps, they wait while the coordinator measures.
 
 The bytes are those that a worker sends: weights, or gradients in their size,
 without dropped ones. An all-reduce may send up to twice as much. The bytes that
@@ -47,6 +53,7 @@ network connects.
 
 from collections.abc import Callable
 from concurrent import futures
+import functools
 import json
 import os
 import time
@@ -73,10 +80,17 @@ _BATCH = 32
 # A gradient misses about 3 steps, one of each other worker. If it misses more
 # than 8, the others took more than two each.
 _STALENESS = 2 * _WORKERS
-_LOCAL = {"LocalSGD": wrapopt.LocalSGD, "DiLoCo": wrapopt.DiLoCo}
+_OVERLAP = {"overlap_steps": 5, "local_weight": 0.5}
+_DILOCO = {  # {way: arguments of `wrapopt.DiLoCo`}
+    "DiLoCo": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"dtype": "int8"},
+    "int4": {"dtype": "int4"}, "fragments": {"fragments": 2},
+    "overlap": _OVERLAP,
+    "streaming": {"dtype": "int4", "fragments": 2, **_OVERLAP}}
+_LOCAL = ("LocalSGD", *_DILOCO)
 _STYLES = {"alone": "C7:", "all data": "k:", "synchronous": "C2--",
            "asynchronous": "C3--", "elastic": "C4.-", "LocalSGD": "C1.-",
-           "DiLoCo": "C0.-"}
+           "DiLoCo": "C0.-", "bfloat16": "C1--", "int8": "C2-.", "int4": "C3:",
+           "fragments": "C4-", "overlap": "C5-", "streaming": "C6.-"}
 WAYS = tuple(_STYLES)
 
 
@@ -100,9 +114,9 @@ class Setting(NamedTuple):
 _SETTINGS = {way: [Setting(2.0**i) for i in range(-2, 6)] for way in WAYS}
 # The default moving rate also divides by the period. In the 20 rounds of the
 # text, the center would move less than a third of the way to the workers.
-for _way, _centers in ("elastic", (0.9, 0.45)), ("DiLoCo", (0.7, 0.35)):
-  _SETTINGS[_way] = [Setting(rate, center) for rate in (1, 2, 4, 8)
-                     for center in _centers]
+for _way in "elastic", *_DILOCO:
+  _SETTINGS[_way] = [Setting(rate, center) for rate in (1, 2, 4, 8) for center
+                     in ((0.9, 0.45) if _way == "elastic" else (0.7, 0.35))]
 
 _BEFORE = 16  # Characters that the net of the text sees.
 
@@ -155,6 +169,8 @@ class Trainer:
     rows: After each round: (steps, seconds, bytes sent, error).
   """
 
+  _overlap = 0  # Steps after a round until the worker gets the center.
+
   def __init__(self, task_name, seed, held_out, setting, strategy):
     self._task, self._held_out = TASKS[task_name], held_out
     self._rate = setting.rate * self._task.rate
@@ -180,17 +196,26 @@ class Trainer:
   def step(self):
     start = time.perf_counter()
     self._steps += 1
-    ended = self._steps % self._task.sync_every == 0
+    ended = self._steps == self._overlap + (
+        self._task.sync_every * len(self.rows))
     self._take(ended)
     if self._steps > 1:
       self._seconds += time.perf_counter() - start
     if ended:
       self.evaluate()
 
+  def _weights(self):
+    """The weights to evaluate."""
+    return self._variables
+
   def evaluate(self):
     # In all workers, so that none runs ahead while the clock stands.
-    self.rows.append((self._steps, self._seconds, self._sent,
-                      self._task.measure.error_of(self._model, self._held_out)))
+    weights = self._weights()
+    self.rows.append((
+        self._task.sync_every * len(self.rows), self._seconds, self._sent,
+        self._task.measure.error_of(
+            lambda x: self._model.stateless_call(weights, [], x)[0],
+            self._held_out)))
 
 
 class Worker(Trainer):
@@ -213,19 +238,29 @@ class Worker(Trainer):
     self._step = tf.function(step)
     self._local = None
     if way in _LOCAL:
-      self._local = _LOCAL[way](
+      self._addresses = addresses
+      make = functools.partial(
+          wrapopt.DiLoCo, outer_learning_rate=setting.center, **_DILOCO[way]
+      ) if way in _DILOCO else wrapopt.LocalSGD
+      self._local = make(
           self._variables, addresses, f"worker-{task.number}", _WORKERS,
-          self._task.sync_every, round_timeout_secs=120, **(
-              {} if setting.center is None else
-              {"outer_learning_rate": setting.center}))
+          self._task.sync_every, round_timeout_secs=120, name="job")
+      self._overlap = self._local.overlap_steps
 
   def _take(self, ended):
     self._step(*map(tf.constant, next(self._batches)))
     if self._synchronous:
       self._sent += self._size
     if self._local:
+      before = self._local.report
       self._local.step()
-      self._sent += self._local.report.sent if ended else 0
+      if self._local.report is not before:
+        self._sent += self._local.report.sent
+
+  def _weights(self):
+    # Fragments get their centers at other steps than this one.
+    return wrapopt.read_center(self._addresses, "job").values if (
+        self._local) else super()._weights()
 
 
 class Coordinator(Trainer):
@@ -258,7 +293,7 @@ class Coordinator(Trainer):
 
 
 class Elastic(Trainer):
-  """A worker in a session of TensorFlow 1; `Trainer` evaluates the center."""
+  """A worker in a session of TensorFlow 1."""
 
   def __init__(self, task, way, addresses, data, seed, setting, **settings):
     del way, addresses
@@ -291,9 +326,8 @@ class Elastic(Trainer):
         self._train_op, dict(zip(self._inputs, next(self._batches))))
     self._sent += self._size if ended else 0
 
-  def evaluate(self):
-    self._model.set_weights(self._session.run(self._centers))
-    super().evaluate()
+  def _weights(self):
+    return self._session.run(self._centers)
 
 
 # What the processes do.
@@ -316,8 +350,8 @@ def prepare(task, way, **settings):
 
 
 def train(task, steps):
-  """Takes the other steps; returns the rows."""
-  for _ in range(steps - 1):
+  """Takes the other steps, until all rows are there; returns them."""
+  while task.trainer.rows[-1][0] < steps:
     task.trainer.step()
   return task.trainer.rows
 
@@ -359,15 +393,15 @@ def run(name, way, setting, seed, steps, data, held_out):
     return _answers(trainers)[0]
 
 
-def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
-            seed=0, quick=False):
-  """Tunes all ways, and trains in them.
+def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
+            seeds=3, seed=0, quick=False):
+  """Tunes ways, and trains in them.
 
   The steps are rounded up to whole rounds.
   """
   found, tuned = {}, {}
-  tried = {way: settings[2:4] if quick else settings
-           for way, settings in _SETTINGS.items()}
+  tried = {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
+           for way in ways}
   with _extras.load("tqdm").tqdm(total=len(tasks) * sum(
       len(settings) + seeds for settings in tried.values())) as progress:
     for name in tasks:
@@ -383,20 +417,23 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
         progress.update()
         return got
 
-      chosen = {way: _tasks.least(settings, lambda setting, way=way: rows(
-          way, setting, seed + seeds)[-1][-1])
-                for way, settings in tried.items()}
-      best = {way: setting for way, (setting, _) in chosen.items()}
-      tuned[name] = {way: list(errors.items())
-                     for way, (_, errors) in chosen.items()}
-      found[name] = {way: [rows(way, best[way], s)
-                           for s in range(seed, seed + seeds)] for way in WAYS}
+      found[name], tuned[name], table = {}, {}, []
+      for way, settings in tried.items():
+        best, errors = _tasks.least(settings, lambda setting, way=way: rows(
+            way, setting, seed + seeds)[-1][-1])
+        table.append([way, best, *(f"{e:.2f}" for e in errors.values())])
+        tuned[name][way] = list(errors.items())
+        found[name][way] = [rows(way, best, s)
+                            for s in range(seed, seed + seeds)]
       _command.print_table(
           f"{name}: errors of the settings that were tried, and the best",
-          ["way", "best", *["error"] * max(map(len, tried.values()))],
-          [[way, best[way], *(f"{error:.2f}" for _, error in errors)]
-           for way, errors in tuned[name].items()])
+          ["way", "best", *["error"] * max(map(len, tried.values()))], table)
+  show(out, found)
+  return {"tasks": found, "tuned": tuned}
 
+
+def show(out, found):
+  """Prints and draws {task: {way: the rows of each seed}}."""
   table, panels = [], []
   for name, of_ways in found.items():
     over_bytes, over_time, ends = {}, {}, []
@@ -411,26 +448,25 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
       if sent.any():
         over_bytes[way] = sent[1:], errors[:, 1:], _STYLES[way]
         ends += [sent[1], sent[-1]]
-    # Nothing is sent: the errors in the end.
-    for way in [way for way in of_ways if way not in over_bytes]:
-      over_bytes[way] = (
-          [min(ends), max(ends)],
-          np.repeat(np.array(of_ways[way])[:, -1:, 3], 2, axis=1), _STYLES[way])
-    over_bytes = {way: over_bytes[way] for way in WAYS}
+    # Of those that send nothing, the errors in the end.
+    ends = ends or [0.1, 1]
+    over_bytes = {way: over_bytes.get(way, (
+        [min(ends), max(ends)],
+        np.repeat(np.array(rows)[:, -1:, 3], 2, axis=1), _STYLES[way]))
+                  for way, rows in of_ways.items()}
     label = TASKS[name].measure.label
     panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
                             over_bytes, "log"),
                _plots.Panel(f"{name}, over seconds", label, over_time)]
   _command.print_table(
-      f"errors on held-out data: the mean, least and largest of {seeds} seeds; "
-      "what a worker sent",
+      "errors on held-out data: the mean, least and largest of the seeds; what "
+      "a worker sent",
       ["task", "way", "steps", "error", "least", "largest", "MB sent",
        "seconds"], table)
   _plots.draw_curves(
       os.path.join(out, "diloco.png"),
       f"{_WORKERS} workers; band: the least and the largest of the seeds",
       "", panels)
-  return {"tasks": found, "tuned": tuned}
 
 
 def main(argv=None):
