@@ -80,6 +80,7 @@ class Member:
     self._velocities = self._lost = ()
     self._saved_errors = None
     self._have_left = ()  # The names of workers.
+    self._first = 0  # The index of the server that values begin with.
 
   def start(self, initial, saved=None):
     """Takes the center; `initial` becomes it if no server has one.
@@ -282,7 +283,9 @@ class Member:
     for server in self._others:
       if not server.follow(known):
         return False
-    for server, of_server in zip(self._servers, arrays):
+    # Workers in turns next to each other use the links of different servers.
+    self._first = known.turn % len(self._servers)
+    for server, of_server in self._rotated([*zip(self._servers, arrays)]):
       if not server.stage(known, weight, of_server):
         return False
     self._sent = self._codes and (self.place, self._codes[1])
@@ -329,7 +332,10 @@ class Member:
 
   def _read(self, place, vectors, what="center", held=None):
     return all(s.read(place, vectors, self._left(), what, held)
-               for s in self._servers)
+               for s in self._rotated(self._servers))
+
+  def _rotated(self, of_servers):
+    return of_servers[self._first:] + of_servers[:self._first]
 
   def _states(self):
     """The states of all servers at one time, and what the lead knows then."""

@@ -276,8 +276,9 @@ class LocalTraining(trackable.Trackable):
   def _take_turn(self):
     turn = self._turns[self._exchanges.next(*(v.numpy() for v in self._held))]
     self._check()
-    self._assign(turn, turn.call(
-        *(v.numpy() for v in [*turn.notes, *turn.variables])))
+    # Without a copy, which an update makes while the value is held.
+    self._assign(turn, turn.call(*(
+        np.asarray(v.read_value()) for v in [*turn.notes, *turn.variables])))
 
   def _take_turn_in_graph(self):
 

@@ -16,7 +16,7 @@ import sys
 from wrapopt.bench import harness
 from wrapopt.bench import tables
 
-_BENCHMARKS = ("embedding", "gate", "keras", "rounds", "step")
+_BENCHMARKS = ("embedding", "gate", "keras", "links", "rounds", "step")
 # More use of the processor by other work, in cores, changes figures.
 _QUIET = 0.1
 
