@@ -163,7 +163,8 @@ def _damaged(data, other, rng):
     to = int(rng.integers(len(data)))
     how = rng.choice(["flip", "flip", "flip", "byte", "cut", "remove", "repeat",
                       "insert", "swap", "zero", "stale", "empty"],
-                     p=[.2, .15, .15, .1, .1, .05, .05, .05, .05, .04, .05, .01])
+                     p=[.2, .15, .15, .1, .1,
+                        .05, .05, .05, .05, .04, .05, .01])
     if how == "flip":
       data[at] ^= 1 << int(rng.integers(8))
     elif how == "byte":
