@@ -51,6 +51,15 @@ struct RoundWait {
   std::function<void()> unwatch = {};
   std::function<void(const RoundAnswer&)> done = {};
 
+  // Answers it, after what else could end it has ended.
+  void End(Timer* clock, const RoundAnswer& answer) const {
+    if (timer) clock->Cancel(*timer);
+    if (grace) clock->Cancel(*grace);
+    // The step lives until `done`.
+    if (is_watched) unwatch();
+    done(answer);
+  }
+
   // Set by the rounds, and not by the caller.
   bool is_watched = false;
   std::optional<Timer::Id> timer = {};

@@ -28,11 +28,8 @@
 #ifndef WRAPOPT_CC_PROTOCOLS_ROUNDS_H_
 #define WRAPOPT_CC_PROTOCOLS_ROUNDS_H_
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
@@ -44,13 +41,11 @@
 
 #include "cc/protocols/arrivals.h"
 #include "cc/protocols/deadline_timer.h"
+#include "cc/protocols/open_round.h"
 #include "cc/protocols/round_waits.h"
 #include "cc/protocols/rounds_status.h"
-#include "cc/protocols/workers.h"
 
 namespace wrapopt {
-
-inline constexpr int64_t kLastRound = std::numeric_limits<int64_t>::max();
 
 // How many workers read from a server at a time, and after how many seconds
 // without a call one of them has stopped.
@@ -61,12 +56,7 @@ inline constexpr double kReaderSecs = 10;
 template <class Value>
 class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
  public:
-  // A worker whose values are part of the open round. One of weight 0 has none:
-  // the round does not wait for it, and its mean is that of the others.
-  struct Member {
-    double weight = 1;
-    std::vector<Value> values;
-  };
+  using Member = typename OpenRound<Value>::Member;
 
   // Work for after locks are released: those of the rounds, and of the caller,
   // if it makes this. Declare it before the locks.
@@ -74,13 +64,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     explicit Deferred(Rounds* rounds) : timer(rounds->timer_) {}
     Deferred(const Deferred&) = delete;
     ~Deferred() {
-      for (auto& [wait, answer] : answers) {
-        if (wait.timer) timer->Cancel(*wait.timer);
-        if (wait.grace) timer->Cancel(*wait.grace);
-        // The step lives until `done`.
-        if (wait.is_watched) wait.unwatch();
-        wait.done(answer);
-      }
+      for (auto& [wait, answer] : answers) wait.End(timer, answer);
     }
 
     void Add(RoundWait wait, RoundAnswer answer) {
@@ -89,37 +73,34 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
     Timer* const timer;
     std::vector<std::pair<RoundWait, RoundAnswer>> answers;
-    // Freed after the lock is released, since freeing gigabytes takes time.
-    std::vector<std::vector<Value>> dropped;
-    std::map<std::string, Member> all_dropped;
+    typename OpenRound<Value>::Dropped dropped;
   };
 
   // The timer must outlive the rounds. `warn` writes a sentence to the log.
   Rounds(const std::string& name, int64_t num_workers, Timer* timer,
          std::function<void(const std::string&)> warn)
-      : subject_("averaging rounds '" + name + "'"),
-        num_workers_(num_workers),
-        timer_(timer),
-        warn_(std::move(warn)) {}
+      : timer_(timer),
+        warn_(std::move(warn)),
+        round_("averaging rounds '" + name + "'", num_workers) {}
 
-  const std::string& subject() const { return subject_; }
-  int64_t num_workers() const { return num_workers_; }
+  const std::string& subject() const { return round_.subject(); }
+  int64_t num_workers() const { return round_.num_workers(); }
 
   Known known() {
     std::lock_guard<std::mutex> lock(mu_);
-    return KnownNow();
+    return round_.KnownNow();
   }
 
   // Rounds wait for this worker from now on.
   void Expect(const std::string& worker) {
     std::lock_guard<std::mutex> lock(mu_);
-    expected_.Add(worker);
+    round_.Expect(worker);
   }
 
   // Whether no generation has begun, and no worker waits for one.
   bool is_unused() {
     std::lock_guard<std::mutex> lock(mu_);
-    return generation_ == 0 && waits_.empty() && arrivals_.size() == 0;
+    return round_.place().generation == 0 && waits_.empty() && !round_.staged();
   }
 
   // Makes a worker known by its name. Only if it resumes, it takes the name
@@ -127,18 +108,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   RoundsStatus Join(const std::string& worker, int64_t process, bool resumes,
                     int64_t* workers) {
     std::lock_guard<std::mutex> lock(mu_);
-    if (!resumes && !processes_.Has(worker) &&
-        processes_.size() >= num_workers_) {
-      return TooMany(worker, kNewJob);
-    }
-    if (!resumes && processes_.IsTaken(worker, process)) {
-      return RoundsStatus::InvalidArgument(
-          Text("worker ", InQuotes(worker), " of ", subject_, " is another ",
-               "process already, and round ", open_, " is open", kNewJob));
-    }
-    const RoundsStatus status = NoteProcess(worker, process);
-    *workers = processes_.size() - processes_.num_left();
-    return status;
+    return round_.Join(worker, process, resumes, workers);
   }
 
   // Rounds do not wait for a worker from now on, until another process of it
@@ -147,7 +117,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   bool Leave(const std::string& worker, int64_t process) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    if (!processes_.Leave(worker, process)) return false;
+    if (!round_.Leave(worker, process)) return false;
     ForgetTurns(worker, &after);
     AnswerReadyWaits(&after);
     return true;
@@ -156,13 +126,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // The workers that have left.
   std::set<std::string> left() {
     std::lock_guard<std::mutex> lock(mu_);
-    return processes_.left();
+    return round_.left();
   }
 
   // The number of workers whose values are no members'.
   int64_t staged() {
     std::lock_guard<std::mutex> lock(mu_);
-    return arrivals_.size();
+    return round_.staged();
   }
 
   // Starts a wait, whose callback may run before this returns. A turn has the
@@ -171,9 +141,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   void Start(RoundWait wait) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    RoundsStatus status;
-    if (gone_) status = Gone();
-    if (status.ok() && wait.what != For::kClose) status = Meet(wait, &after);
+    const RoundsStatus status = gone_ ? round_.Gone() : Meet(wait, &after);
     if (!status.ok()) return after.Add(std::move(wait), {status});
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
@@ -201,30 +169,17 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
              int64_t count, int64_t first, std::vector<Value> values) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    Follow(known, &after);
-    if (known.place.generation <= generation_ &&
-        (known.place != place() || closed_ || turns_.is_over(known.turn) ||
-         members_.count(worker) > 0)) {
-      return false;
-    }
-    arrivals_.Add(worker, known.place, known.turn, weight, count, first,
-                  std::move(values), &after.dropped);
-    return true;
+    return round_.Stage(worker, known, weight, count, first, std::move(values),
+                        &after.dropped);
   }
 
   // Makes a worker that has a turn a member, and ends its turn.
   bool Arrive(const std::string& worker, const Known& told, Known* known) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    const bool accepted = told.place == place() && !closed_ &&
-                          turns_.alive.count(told.turn) > 0 &&
-                          HasStaged(worker, told.place) &&
-                          arrivals_.Find(worker)->turn == told.turn;
-    if (accepted) {
-      Admit(worker);
-      EndTurn(told.turn, &after);
-    }
-    *known = KnownOfNewest();
+    const bool accepted = round_.Accept(worker, told);
+    if (accepted) EndTurn(told.turn, &after);
+    *known = round_.KnownOfNewest();
     return accepted;
   }
 
@@ -238,7 +193,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       readers_.erase(reader);
       AnswerReadyWaits(&after);
     }
-    const bool was_alive = turns_.alive.count(turn) > 0;
+    const bool was_alive = round_.IsAlive(turn);
     if (was_alive) EndTurn(turn, &after);
     return was_alive;
   }
@@ -248,20 +203,14 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   bool Follow(const Known& known) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    return Follow(known, &after);
+    return round_.Follow(known, &after.dropped);
   }
 
   // The values that members have brought since the last call. The rounds no
   // longer hold them.
   std::vector<Member> TakeValues() {
     std::lock_guard<std::mutex> lock(mu_);
-    std::vector<Member> taken;
-    for (auto& [worker, member] : members_) {
-      if (member.values.empty()) continue;
-      taken.push_back({member.weight, std::move(member.values)});
-      member.values.clear();
-    }
-    return taken;
+    return round_.TakeValues();
   }
 
   // Whether the round that the lead has closed is open here. Then its members
@@ -269,28 +218,15 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   RoundsStatus CheckClosed(const Known& known, bool* is_open) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    *is_open = known.place == place();
-    if (!*is_open) return RoundsStatus();
-    Follow(known, &after);
-    if (known.closed && known.workers == Workers()) return RoundsStatus();
-    return RoundsStatus::FailedPrecondition(Text(
-        "round ", open_, " of ", subject_, " must ",
-        known.closed ? Text("have the values of ", known.workers.size(),
-                            " workers")
-                     : "be closed",
-        " before it ends, got values of ", Names()));
+    return round_.CheckClosed(known, is_open, &after.dropped);
   }
 
   // Ends the open round and opens the next one.
   RoundsStatus Next(Deferred* after) {
     std::lock_guard<std::mutex> lock(mu_);
-    if (open_ == kLastRound) {
-      return RoundsStatus::FailedPrecondition(Text(
-          subject_, " cannot continue after round ", kLastRound,
-          ", the last: use another shared_name"));
-    }
-    Open(open_ + 1, after);
-    return RoundsStatus();
+    const RoundsStatus status = round_.Next(&after->dropped);
+    if (status.ok()) BeginRound(after);
+    return status;
   }
 
   // Begins a generation at `place`, with the values that the worker has staged
@@ -301,21 +237,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
                        std::vector<Value>* values, bool* restored,
                        Deferred* after) {
     std::lock_guard<std::mutex> lock(mu_);
-    *restored = from == generation_ && place.generation > from;
-    if (!*restored) return RoundsStatus();
-    if (HasStaged(worker, place)) {
-      *values = arrivals_.Take(worker).values;
-    } else if (needs_values && place.round != open_) {
-      return RoundsStatus::FailedPrecondition(Text(
-          "worker ", InQuotes(worker), " must send a center before round ",
-          place.round, " of ", subject_, " begins, got none; round ", open_,
-          " is open"));
-    }
-    generation_ = place.generation;
-    turns_.newest = last_turn_;  // The lead may have been restarted.
-    expected_.All();
-    Open(place.round, after);
-    return RoundsStatus();
+    const RoundsStatus status =
+        round_.Restore(worker, from, place, needs_values, values, restored,
+                       &after->dropped);
+    if (status.ok() && *restored) BeginRound(after);
+    return status;
   }
 
   // Answers all waits. No op can find these rounds any more.
@@ -323,19 +249,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     gone_ = true;
-    for (auto& [id, wait] : waits_) after.Add(std::move(wait), {Gone()});
+    for (auto& [id, wait] : waits_) after.Add(std::move(wait), {round_.Gone()});
     waits_.clear();
   }
 
  private:
-  // The ends of errors about names: they say what to do.
-  static constexpr char kUniqueName[] =
-      ": give each worker a unique name that does not change, or correct "
-      "num_workers";
-  static constexpr char kNewJob[] =
-      ": a restarted worker passes resume=True; a new job has another name, or "
-      "begins after the old one is dropped";
-
   using For = RoundWait::For;
   using Waits = std::map<uint64_t, RoundWait>;
 
@@ -347,81 +265,20 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // Below, functions need mu_.
 
-  Place place() const { return {open_, generation_}; }
-
-  // Round -1 of a later generation than the first gives no turns: its center is
-  // being written.
-  bool is_stopped() const { return open_ < 0 && generation_ > 0; }
-
-  Known KnownNow() const {
-    return {place(), closed_, -1, turns_, Workers(), WithoutValues()};
-  }
-  // With the newest members only: servers are told often, and of all members
-  // when the round ends.
-  Known KnownOfNewest() const {
-    return {place(), closed_, -1, turns_, newest_, {}};
-  }
-
-  // The members of a round that is closed.
-  Known KnownAtEnd(const Place& place) const {
-    Known known{place, true};
-    known.workers = Workers();
-    known.without_values = WithoutValues();
-    return known;
-  }
-
-  bool HasStaged(const std::string& worker, const Place& place) const {
-    const auto* const staged = arrivals_.Find(worker);
-    return staged != nullptr && staged->place == place &&
-           staged->is_complete();
-  }
-
-  bool Follow(const Known& known, Deferred* after) {
-    if (known.place != place()) return false;
-    for (const std::string& worker : known.workers) {
-      if (HasStaged(worker, known.place) && members_.count(worker) == 0) {
-        Admit(worker);
-      }
-    }
-    if (known.turns.newest > turns_.newest) {
-      turns_ = known.turns;
-      arrivals_.DropOver(turns_, generation_, &after->dropped);
-    }
-    return true;
-  }
-
-  void Admit(const std::string& worker) {
-    auto staged = arrivals_.Take(worker);
-    members_[worker] = {staged.weight, std::move(staged.values)};
-    constexpr size_t kMostTold = 16;
-    if (newest_.size() == kMostTold) newest_.erase(newest_.begin());
-    newest_.push_back(worker);
-  }
-
-  void Open(int64_t round, Deferred* after) {
-    ended_ = KnownAtEnd({round - 1, generation_});
-    open_ = round;
-    closed_ = false;
-    after->all_dropped.swap(members_);
-    newest_.clear();
-    arrivals_.DropAll(&after->dropped);
+  void BeginRound(Deferred* after) {
     for (const auto& [turn, end] : ends_) CancelTimer(end.timer);
     ends_.clear();
-    turns_.alive.clear();
     AnswerReadyWaits(after);
   }
 
-  // Notes a worker that wants a turn, or reads the center: it will come to the
-  // open round, however long it takes to train.
+  // Notes a worker that wants a turn, or reads the center.
   RoundsStatus Meet(const RoundWait& wait, Deferred* after) {
-    if (wait.what == For::kRead) {
-      if (!wait.worker.empty()) expected_.Add(wait.worker);
-      return RoundsStatus();
+    if (wait.what == For::kRead && !wait.worker.empty()) {
+      round_.Expect(wait.worker);
     }
-    const RoundsStatus status = NoteProcess(wait.worker, wait.process);
-    if (!status.ok()) return status;
-    expected_.Add(wait.worker);
-    ForgetTurns(wait.worker, after);
+    if (!wait.is_for_turn()) return RoundsStatus();
+    const RoundsStatus status = round_.Enter(wait.worker, wait.process);
+    if (status.ok()) ForgetTurns(wait.worker, after);
     return status;
   }
 
@@ -433,7 +290,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       RoundWait& wait = here->second;
       if (!wait.is_for_turn() || wait.worker != worker) continue;
       // It waits for a turn of the open round.
-      after->Add(std::move(wait), {RoundsStatus(), KnownOfNewest()});
+      after->Add(std::move(wait), {RoundsStatus(), round_.KnownOfNewest()});
       waits_.erase(here);
     }
     for (auto i = ends_.begin(); i != ends_.end();) {
@@ -445,23 +302,22 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // Answers a wait for a turn, if it is over.
   bool GiveTurn(const RoundWait& wait, Known* known) {
     const bool restores = wait.what == For::kRestore;
-    const bool wanted =
-        wait.place == place() &&
-        (restores || (!closed_ && members_.count(wait.worker) == 0));
-    if (wanted && !restores && is_stopped()) return false;
+    const bool wanted = wait.place == round_.place() &&
+                        (restores || round_.Wants(wait.worker));
+    int64_t turn = -1;
     if (wanted) {
       const size_t most = restores ? 1 : wait.most_turns;
-      if (turns_.alive.size() >= most) return false;
-      const int64_t turn = ++last_turn_;
-      turns_.newest = turn;
-      turns_.alive.insert(turn);
+      if ((!restores && round_.is_stopped()) || round_.num_turns() >= most) {
+        return false;
+      }
+      turn = round_.BeginTurn();
       ends_[turn] = {wait.worker, After(wait.turn_secs, [turn](Rounds* self) {
                        self->TimeOutTurn(turn);
                      })};
     }
-    *known = KnownOfNewest();
+    *known = round_.KnownOfNewest();
     known->place = wait.place;
-    if (wanted) known->turn = last_turn_;
+    known->turn = turn;
     return true;
   }
 
@@ -478,20 +334,19 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   void EndTurn(int64_t turn, Deferred* after) {
-    turns_.alive.erase(turn);
     const auto end = ends_.find(turn);
     if (end != ends_.end()) {
       CancelTimer(end->second.timer);
       ends_.erase(end);
     }
-    arrivals_.DropOver(turns_, generation_, &after->dropped);
+    round_.EndTurn(turn, &after->dropped);
     AnswerReadyWaits(after);
   }
 
   void TimeOutTurn(int64_t turn) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    if (turns_.alive.count(turn) > 0) EndTurn(turn, &after);
+    EndTurn(turn, &after);
   }
 
   void CancelTimer(const std::optional<Timer::Id>& timer) {
@@ -511,45 +366,20 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     });
   }
 
-  void Close() {
-    closed_ = true;
-    if (came() >= num_workers_) return expected_.All();
-    warn_(Text("Round ", open_, " of ", subject_, " is made of ",
-               members_.size(), " of ", num_workers_ - absent(), " workers: ",
-               Names(), "."));
-  }
-
-  // The number of workers that have left and are no members.
-  int64_t absent() const {
-    const std::set<std::string>& left = processes_.left();
-    return std::count_if(left.begin(), left.end(),
-                         [this](const std::string& worker) {
-                           return members_.count(worker) == 0;
-                         });
-  }
-  // The number of workers that the round does not wait for.
-  int64_t came() const { return members_.size() + absent(); }
-
-  bool Suffice(int64_t came, int64_t min_workers) const {
-    return !members_.empty() && came >= min_workers;
-  }
-
   // Closes the round if its members suffice for a wait, and answers all waits
   // that are over.
   void AnswerReadyWaits(Deferred* after) {
-    const int64_t all = came();  // Of all waits: many may have left.
+    const int64_t came = round_.came();  // Of all waits: many may have left.
     for (auto& [id, wait] : waits_) {
-      if (closed_ || wait.what != For::kClose || wait.place != place()) {
+      if (round_.closed() || wait.what != For::kClose ||
+          wait.place != round_.place() ||
+          !round_.Suffice(came, wait.min_workers)) {
         continue;
       }
-      if (!Suffice(all, wait.min_workers)) continue;
-      if (all >= num_workers_ ||
-          expected_.HaveCome([this](const std::string& name) {
-            return members_.count(name) > 0 ||
-                   processes_.left().count(name) > 0;
-          })) {
-        Close();
-      } else if (!wait.grace && WithoutValues().size() < members_.size()) {
+      if (round_.HaveAllCome(came)) {
+        const std::string warning = round_.Close();
+        if (!warning.empty()) warn_(warning);
+      } else if (!wait.grace && round_.HasValues()) {
         wait.grace = After(wait.grace_secs,
                            [id = id](Rounds* self) { self->TimeOut(id); });
       }
@@ -558,22 +388,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       const auto here = i++;
       RoundWait& wait = here->second;
       RoundAnswer answer;
-      if (wait.what == For::kRead) {
-        if (!LetRead(wait.worker)) continue;
-      } else if (wait.what != For::kClose) {
-        if (!GiveTurn(wait, &answer.known)) continue;
-      } else {
-        answer.known.place = wait.place;
-        if (is_stopped()) continue;
-        if (wait.place != place()) {
-          // Only of the last round that ended, the members are known.
-          if (wait.place == ended_.place) answer.known = ended_;
-        } else if (closed_) {
-          answer.known = KnownAtEnd(wait.place);
-        } else {
-          continue;
-        }
-        answer.known.closed = true;
+      Known* const known = &answer.known;
+      if (wait.what == For::kRead    ? !LetRead(wait.worker)
+          : wait.what == For::kClose ? !round_.IsClosed(wait.place, known)
+                                     : !GiveTurn(wait, known)) {
+        continue;
       }
       after->Add(std::move(wait), std::move(answer));
       waits_.erase(here);
@@ -591,9 +410,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   void Cancel(typename Waits::iterator found, Deferred* after) {
     RoundWait& wait = found->second;
     wait.is_watched = false;
-    const RoundsStatus status = RoundsStatus::Cancelled(
-        Text("the wait for round ", wait.place.round, " of ", subject_,
-             " was cancelled: its step or session has ended"));
+    const RoundsStatus status = round_.Cancelled(wait.place);
     after->Add(std::move(wait), {status});
     waits_.erase(found);
   }
@@ -604,89 +421,25 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
     const RoundWait& wait = found->second;
-    if (wait.what == For::kClose && Suffice(came(), wait.min_workers)) {
-      // A missing worker is not expected again until it enters.
-      expected_.Only(Workers());
+    if (wait.what == For::kClose &&
+        round_.Suffice(round_.came(), wait.min_workers)) {
+      round_.ExpectMembers();
       return AnswerReadyWaits(&after);
     }
-    const double limit = wait.timeout_secs;
-    const std::string within =
-        Text(" within ", limit < 10 ? limit : std::round(limit), " seconds");
-    const RoundsStatus status = RoundsStatus::DeadlineExceeded(
-        Text("round ", open_, " of ", subject_,
-             wait.what == For::kClose
-                 ? Text(" got values of ", members_.size(), " workers",
-                        within, " (", Names(), "), but needs ",
-                        std::max<int64_t>(wait.min_workers - absent(), 1),
-                        " of ", num_workers_ - absent())
-                 : Text(" gave no turn",
-                        wait.what == For::kRead ? " to read" : "", within),
-             ": restart the others, wait longer, or reduce min_workers"));
+    const RoundsStatus status = round_.TimedOut(wait);
     after.Add(std::move(found->second), {status});
     waits_.erase(found);
   }
 
-  // Notes that a process uses a worker's name.
-  RoundsStatus NoteProcess(const std::string& worker, int64_t process) {
-    if (processes_.IsFull(worker, num_workers_)) {
-      return TooMany(worker, kUniqueName);
-    }
-    return processes_.IsCurrent(worker, process) ? RoundsStatus()
-                                                 : Replaced(worker);
-  }
-
-  RoundsStatus TooMany(const std::string& worker,
-                       const std::string& what_to_do) const {
-    return RoundsStatus::InvalidArgument(Text(
-        subject_, " have num_workers = ", num_workers_, ", but ",
-        InQuotes(worker), " came to round ", open_, " after ",
-        InQuotes(processes_.Names()), what_to_do));
-  }
-
-  RoundsStatus Replaced(const std::string& worker) const {
-    return RoundsStatus::InvalidArgument(Text(
-        "worker ", InQuotes(worker), " of ", subject_, " is another ",
-        "process now: give each worker a unique name"));
-  }
-
-  RoundsStatus Gone() const {
-    return RoundsStatus::Aborted(Text(subject_, " were deleted"));
-  }
-
-  std::vector<std::string> Workers() const { return Keys(members_); }
-  std::vector<std::string> WithoutValues() const {
-    std::vector<std::string> workers;
-    for (const auto& [worker, member] : members_) {
-      if (member.weight == 0) workers.push_back(worker);
-    }
-    return workers;
-  }
-  std::string Names() const { return InQuotes(Workers()); }
-
-  const std::string subject_;
-  const int64_t num_workers_;
   Timer* const timer_;
   const std::function<void(const std::string&)> warn_;
 
-  std::mutex mu_;  // Guards all below.
+  std::mutex mu_;  // Guards all below, but not what is constant in `round_`.
+  OpenRound<Value> round_;
   bool gone_ = false;
-  int64_t open_ = -1;
-  int64_t generation_ = 0;
-  bool closed_ = false;
-  std::map<std::string, Member> members_;  // Of the open round.
-  std::vector<std::string> newest_;        // Some of their names.
-  Arrivals<Value> arrivals_;
-  // The last round that ended, and its members.
-  Known ended_;
-  // The lead holds the turns that it gave. Another server holds the turns that
-  // it was told last.
-  Turns turns_;
-  int64_t last_turn_ = 0;  // Grows in all rounds and generations.
   std::map<int64_t, TurnEnd> ends_;
   // The workers that read, and the timers that end their reading.
   std::map<std::string, std::optional<Timer::Id>> readers_;
-  Processes processes_;
-  Expected expected_;
   Waits waits_;
   uint64_t next_wait_ = 0;
 };

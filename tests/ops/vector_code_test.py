@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 
+import numpy as np
 import pytest
 
 import wrapopt
@@ -100,12 +101,18 @@ def plain(code):
 
 
 @pytest.fixture(scope="module")
-def functions(request):
-  """{(instruction set, rule or sum, state, input): its instructions}."""
+def archived(request):
+  """The functions of the archive, as disassemble() returns them."""
   archive = request.config.getoption("--loops")
   assert archive, "name the archive of the loops with --loops=PATH"
+  return disassemble(archive)
+
+
+@pytest.fixture(scope="module")
+def functions(archived):
+  """{(instruction set, rule or sum, state, input): its instructions}."""
   found = {}
-  for name, code in disassemble(archive):
+  for name, code in archived:
     # Such as "void wrapopt::Baseline<wrapopt::(anonymous namespace)::
     # Arity<wrapopt::Adam, 3ul, 1ul, 8ul>::Loop<float, float>, ...>(...)" or
     # "... ::Baseline<wrapopt::(anonymous namespace)::RowSum<...>, ...>(...)".
@@ -167,6 +174,36 @@ def test_a_loop_is_vector_code(loops, name, pair, isa):
              for loop in loops[isa, name, state, value]), (
                  f"{name} of {state} and {value} for {isa} has no loop with "
                  f"packed arithmetic in {REGISTERS[isa]} registers")
+
+
+def test_codes_are_vector_code(archived):
+  """Their loops over the numbers of a block may be unrolled."""
+  found = {}
+  for name, code in archived:
+    # Such as "void wrapopt::Baseline<wrapopt::(anonymous namespace)::
+    # Encode<wrapopt::(anonymous namespace)::Integers<(wrapopt::Code)1, 127>,
+    # float>, ...>(...)".
+    match = re.search(r"wrapopt::(\w+)<wrapopt::\(anonymous namespace\)::"
+                      r"((?:En|De)code)<wrapopt::\(anonymous namespace\)::"
+                      r"(\w+)(?:<\(wrapopt::Code\)\d, (\d+)> ?)?"
+                      r"(?:, (?:wrapopt::)?(\w+))?>, ", name)
+    if match:
+      found.setdefault(match.groups(), []).extend(code)
+  assert set(found) == {
+      (isa, work, *kind, value) for isa in templates(np.dtype("float32"))
+      for kind in (("Bfloat16s", None), ("Integers", "127"), ("Integers", "7"))
+      for work, values in (("Encode", ("Half", "Bfloat16", "float")),
+                           ("Decode", (None,))) for value in values}
+  for (isa, work, kind, *rest), code in found.items():
+    wanted = {"add", "sub"}
+    if work == "Decode" or kind == "Integers":
+      wanted.add("mul")
+    if work == "Encode" and kind == "Integers":
+      wanted.add("div")
+    packed = {re.search("add|sub|mul|div", mnemonic)[0]
+              for _, mnemonic, operands in code if ARITHMETIC.match(mnemonic)
+              and is_vector(mnemonic, operands, REGISTERS[isa], "s")}
+    assert wanted <= packed, (isa, work, kind, *rest)
 
 
 @pytest.mark.parametrize("rule", WITH_KERNELS)
