@@ -18,6 +18,7 @@ from training import type_of
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import gate
 from wrapopt.bench import harness
+from wrapopt.bench import links
 from wrapopt.bench import sets
 from wrapopt.bench import step
 from wrapopt.bench import stream_limit
@@ -356,6 +357,31 @@ def test_command(name, small, tmp_path, capsys):
   assert f"TensorFlow {tf.__version__}" in printed.out
   # Progress does not get into a file with the tables.
   assert "turn" not in printed.out and "turn" in printed.err
+
+
+@pytest.mark.parametrize("has_hosts", [True, False])
+def test_links(has_hosts, monkeypatch, tmp_path):
+  if not has_hosts:
+    monkeypatch.setattr(links.hosts_module, "missing", lambda: "by a test")
+  elif links.hosts_module.missing():
+    pytest.skip(links.hosts_module.missing())
+  monkeypatch.setattr(links, "_NUMBERS", 1000)
+  monkeypatch.setattr(links, "_STEPS", 4)
+  monkeypatch.setitem(links._VARIANTS, "ahead", {
+      "dtype": "int4", "overlap_steps": 3})
+  results = benches.run("links --megabits 50 --variants plain ahead "
+                        "--rounds 2", tmp_path)["results"]
+  plain, ahead = results[-2:]
+  assert [r["contender"] for r in results] == (
+      ["torchft, published"] * has_hosts + ["plain", "ahead"])
+  assert plain["megabits"] == ("50" if has_hosts else "no limit")
+  for result in plain, ahead:
+    assert 0 < result["computes"] < 1
+  # Of 176,000 bytes: what one and a half of them need with TCP's headers; the
+  # loopback device counts all workers, and what they send themselves.
+  assert plain["sent"] > 1.5 * 0.176
+  assert has_hosts == (plain["sent"] < 2 * 0.176)
+  assert ahead["sent"] < 0.5 * plain["sent"]
 
 
 def test_facts_of_a_run(small, tmp_path):

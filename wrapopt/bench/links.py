@@ -104,11 +104,13 @@ class _Contest:
     }] if self._rate in _PUBLISHED else []
     for name in self._variants:
       self._hosts.shape(10_000)  # The first center is not measured.
-      self._workers.ask("begin", **_VARIANTS[name])
+      self._workers.ask("begin", numbers=_NUMBERS, sync_every=_STEPS,
+                        **_VARIANTS[name])
       self._hosts.shape(self._rate)
       of_workers = self._workers.ask("train", rounds=n_rounds)
       self._hosts.shape(10_000)
-      self._workers.ask("end")
+      self._workers.ask("leave")
+      self._workers.ask("drop")
       self.results.append({
           **self.facts, "contender": name,
           **{key: statistics.mean(w[key] for w in of_workers)
@@ -162,15 +164,12 @@ class _Worker:
 
   def __init__(self, number, device, *servers):
     self._number, self._device, self._servers = number, device, servers
-    self._variables = [tf.Variable(tf.zeros([_NUMBERS]))
-                       for _ in range(_VARIABLES)]
 
-  def begin(self, **variant):
-    for v in self._variables:
-      v.assign(tf.random.normal(v.shape))
+  def begin(self, numbers, **arguments):
     self._local = wrapopt.DiLoCo(
-        self._variables, self._servers, f"worker {self._number}", _WORKERS,
-        _STEPS, round_timeout_secs=1200, **variant)
+        [tf.Variable(tf.random.normal([numbers])) for _ in range(_VARIABLES)],
+        self._servers, f"worker {self._number}", _WORKERS,
+        round_timeout_secs=1200, **arguments)
 
   def train(self, rounds):
     """Trains until as many rounds have ended after the first; the figures."""
@@ -191,10 +190,11 @@ class _Worker:
             "blocks": statistics.median(sorted(blocked)[-len(ends):]),
             "sent": 1e-6 * sent / rounds, "received": 1e-6 * received / rounds}
 
-  def end(self):
+  def leave(self):
     self._local.leave()
+
+  def drop(self):
     if self._number == "0":
-      # The others have their center.
       server_module.drop(self._servers, "diloco")
 
   def _counted(self):

@@ -117,7 +117,7 @@ def figure(name, value):
     return value
   if isinstance(value, int):
     return f"{value:,}"
-  if name in ("spread", "of_limit"):
+  if name in ("spread", "of_limit", "computes"):
     return f"{100 * value:.0f} %"
   if abs(value) >= (10 if name.startswith(("x_", "of_")) else 1000):
     return f"{value:,.0f}"
@@ -312,6 +312,12 @@ BLOCKS = {
         ("x first", "x_first", "DiLoCo"),
         ("MB of the server at the peak", "peak_megabytes", "DiLoCo"),
         ("bytes for each worker more", "bytes:,.0f", "DiLoCo")]),
+    "links": _Block("links", {"megabits": "megabits a second"}, [
+        (who, "computes", who) for who in (
+            "torchft, published", "plain", "bfloat16", "int8", "int4",
+            "int4, 120 steps overlap")]),
+    "links-bytes": _Block("links", {"megabits": "megabits a second"}, [
+        (who, "sent", who) for who in ("plain", "bfloat16", "int8", "int4")]),
     "keras": _keras("keras"),
     "keras-gpu": _keras("keras-gpu"),
     "keras-busy": _keras("keras-busy"),
