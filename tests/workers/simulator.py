@@ -37,6 +37,7 @@ import _rounds
 import codes
 import wrapopt
 from wrapopt._local import _exchanges
+from wrapopt._local import _job_number
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -1341,14 +1342,13 @@ class World:
     """Returns None, or what is wrong."""
     plan = self._plan
     clock = Clock(self)
-    _member.time = _server.time = clock
-    _server.secrets = types.SimpleNamespace(randbits=self._rng.getrandbits)
+    _member.time = _server.time = _job_number.time = clock
+    _job_number.secrets = types.SimpleNamespace(randbits=self._rng.getrandbits)
     _server._Session, Session.world = Session, self
     _training._server = types.SimpleNamespace(
-        Server=SimulatedServer, Job=_server.Job,
-        check_addresses=_server.check_addresses)
+        Server=SimulatedServer, check_addresses=_server.check_addresses)
     _training._member = types.SimpleNamespace(
-        Member=_new_member, Rules=_member.Rules)
+        Member=_new_member, RoundArguments=_member.RoundArguments)
     _server._interrupts = types.SimpleNamespace(run=self._run_call)
     _exchanges._interrupts = types.SimpleNamespace(Call=BackgroundCall)
     for server, when in zip(self.servers, plan.server_starts):
@@ -1447,13 +1447,13 @@ class Trainer:
     self._members = me.members
     layout = me.world.layout
     for i in range(plan.fragments):
-      job = _server.Job(me.resumes)
+      job = _job_number.Job(me.resumes)
       servers = [
           SimulatedServer(f"s{s}", _settings.name_of("sim", i), me.name, "",
                           plan.num_workers, layout, s, job)
           for s in range(plan.num_servers)]
       me.members.append(_member.Member(
-          me.name, servers, layout, _member.Rules(
+          me.name, servers, layout, _member.RoundArguments(
               plan.min_workers, DEADLINE_SECS, plan.grace, plan.most_pushes,
               RATE, MOMENTUM)))
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 import simulator
 from wrapopt._local import _codes
 from wrapopt._local import _exchanges
+from wrapopt._local import _job_number
 from wrapopt._local import _member
 from wrapopt._local import _server
 from wrapopt._local import _training
@@ -197,7 +198,7 @@ def only_who_restores_tells_the_lead(patch):
 
 
 def worker_comes_back_as_the_same_process(patch):
-  patch.setattr(_server.Job, "leave", lambda self: None)
+  patch.setattr(_job_number.Job, "leave", lambda self: None)
 
 
 def values_that_are_not_finite_count(patch):
@@ -248,8 +249,8 @@ def turn_is_kept(patch):
 
 def lead_steps_first(patch):
   def step(self, known):
-    places = [s.step(known, self._rules.learning_rate, self._rules.momentum)
-              for s in self._servers]
+    outer = self._arguments.learning_rate, self._arguments.momentum
+    places = [s.step(known, *outer) for s in self._servers]
     return places[0] if len(set(places)) == 1 else None
   patch.setattr(_member.Member, "_step", step)
 

@@ -41,10 +41,10 @@ class Rounds:
     self.local_round = _centers.worker_variable(
         "local_round", tf.int64, _FIRST_PLACE, worker_device)
     self.name = f"{prefix}/{self.local_step.op.name}"
-    self.servers = None  # By device, the leading one last: a Server.
+    self.servers = None  # By device, the leading one last: ServerParts.
 
 
-class Server(typing.NamedTuple):
+class ServerPart(typing.NamedTuple):
   """What one server holds in the rounds of one `apply_gradients`.
 
   Attributes:
@@ -272,7 +272,7 @@ class Start(typing.NamedTuple):
 
 
 def _servers(groups, centers, global_step):
-  """The Servers, the leading one last.
+  """The ServerParts, the leading one last.
 
   It decides who is part of a round: once it does, all servers have the values.
   """
@@ -287,7 +287,7 @@ def _servers(groups, centers, global_step):
   for device, of_device in by_device.items():
     # The order of the vectors is that of the op that assigns their means.
     of_device.sort(key=lambda g: ops.is_ref_variable(centers[g[0]]))
-    servers.append(Server(
+    servers.append(ServerPart(
         device, of_device, [[centers[i] for i in g] for g in of_device],
         [global_step] if device == steps else []))
   return servers

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt._loader import ops as raw
+from wrapopt._local import _job_number
 from wrapopt._local import _layout
 from wrapopt._local import _server
 from wrapopt._local import _settings
@@ -174,7 +175,8 @@ def _read(servers, found, secs):
     if part is None:
       return None
     server = _server.Server(address, part.name, "", part.settings,
-                            settings.num_workers, layout, s, _server.Job(True))
+                            settings.num_workers, layout, s,
+                            _job_number.Job(True))
     try:
       if not server.read(place, vectors, secs):
         return None

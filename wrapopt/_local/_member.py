@@ -16,7 +16,7 @@ _LAST_SECS = 2.0
 _LEAST_SECS = 1.0
 
 
-class Rules(typing.NamedTuple):
+class RoundArguments(typing.NamedTuple):
   """How rounds end: see `LocalTraining`."""
   min_workers: int
   round_timeout_secs: float
@@ -62,12 +62,12 @@ class Member:
       adds: a vector for each group, or none for zeros.
   """
 
-  def __init__(self, name, servers, layout, rules):
+  def __init__(self, name, servers, layout, arguments):
     self._name = name
     self._servers = servers
     self._lead, *self._others = servers
     self._layout = layout
-    self._rules = rules
+    self._arguments = arguments
     self.place = None
     self.center = None
     self.errors = ()
@@ -178,7 +178,7 @@ class Member:
     The last attempts begin after the deadline: a worker that was stopped takes
     the center that the others have made, maybe in new sessions.
     """
-    secs = self._rules.round_timeout_secs
+    secs = self._arguments.round_timeout_secs
     self._begun = time.monotonic()
     self._deadline = self._begun + secs
     for server in self._servers:
@@ -229,8 +229,8 @@ class Member:
     arrays = self._encode(vectors)
     # A turn is long enough to send values, also after the deadline.
     known = self._lead.enter(
-        place, self._rules.most_pushes, self._left(),
-        max(self._left(), self._rules.round_timeout_secs / 4))
+        place, self._arguments.most_pushes, self._left(),
+        max(self._left(), self._arguments.round_timeout_secs / 4))
     if known.turn >= 0:
       pushed = False
       try:
@@ -243,7 +243,8 @@ class Member:
     # `_left`: waiting for a turn, behind a worker that stopped, may have taken
     # the time that the round would wait for that worker.
     known = self._lead.wait_for_close(
-        place, self._rules.min_workers, self._left(), self._rules.grace_secs)
+        place, self._arguments.min_workers, self._left(),
+        self._arguments.grace_secs)
     place = None
     if self._name in known.workers:  # The lead's answer may have been lost.
       self._counted = self._sent
@@ -298,9 +299,9 @@ class Member:
     Returns:
       The place that is open on all of them, or None if places differ.
     """
-    places = [
-        server.step(known, self._rules.learning_rate, self._rules.momentum)
-        for server in [*self._others, self._lead]]
+    outer = self._arguments.learning_rate, self._arguments.momentum
+    places = [server.step(known, *outer)
+              for server in [*self._others, self._lead]]
     return places[0] if len(set(places)) == 1 else None
 
   def _pull(self, place):
@@ -392,16 +393,17 @@ class Member:
           self._restore(states, (0, -1), initial)
           continue
       elif self.place[0] >= latest or now > (
-          self._begun + self._rules.round_timeout_secs / 2):
+          self._begun + self._arguments.round_timeout_secs / 2):
         self._restore(states, self.place, self.center, self._lost,
                       self._velocities)
         continue
       if now > self._deadline:
         raise tf.errors.DeadlineExceededError(None, None, (
             "Some servers have lost their center, and no worker that holds it "
-            f"came within {self._rules.round_timeout_secs} seconds: start a "
-            "worker that has it again, give the servers that the other workers "
-            "have, or restore a checkpoint (`checkpoint=`). Open rounds: "
+            f"came within {self._arguments.round_timeout_secs} seconds: start "
+            "a worker that has it again, give the servers that the other "
+            "workers have, or restore a checkpoint (`checkpoint=`). Open "
+            "rounds: "
             + ", ".join(
                 f"{server.address}: {s.place[0]}"
                 for server, s in zip(self._servers, states))))
@@ -420,7 +422,7 @@ class Member:
     # A worker that stops in its turn holds up no other for long; one that is
     # only slow may go on after its turn, if no other has restored meanwhile.
     known = self._lead.enter(states[0].place, 0, self._left(),
-                             self._rules.round_timeout_secs / 4)
+                             self._arguments.round_timeout_secs / 4)
     if known.turn < 0:
       return
     try:
@@ -440,7 +442,7 @@ class Member:
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):
         server.stage_center(known, center, lost, velocities)
-        if self._rules.momentum and held[0] > 0 and not velocities:
+        if self._arguments.momentum and held[0] > 0 and not velocities:
           tf.get_logger().warning(
               "The outer momentum of server %s restarts in round %d.",
               server.address, held[0])

@@ -17,6 +17,7 @@ from wrapopt._local import _codes
 from wrapopt._local import _exchanges
 from wrapopt._local import _fragments
 from wrapopt._local import _interrupts
+from wrapopt._local import _job_number
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -145,8 +146,9 @@ class LocalTraining(trackable.Trackable):
                            x.dtype, i >= len(self._stepped))
         for i, (v, x) in enumerate(
             zip([*variables, *averaged], self.variables))]
-    rules = _member.Rules(min_workers, float(round_timeout_secs), grace_secs,
-                          most_pushes, learning_rate, momentum)
+    arguments = _member.RoundArguments(
+        min_workers, float(round_timeout_secs), grace_secs, most_pushes,
+        learning_rate, momentum)
 
     def fragment(i, begin, end):
       of_fragment = described[begin:end]
@@ -154,14 +156,14 @@ class LocalTraining(trackable.Trackable):
       settings = _settings.Settings(
           subject, len(servers), num_workers, learning_rate, momentum, weight,
           dtype, of_fragment, (i, fragments))
-      job = _server.Job(resume)
+      job = _job_number.Job(resume)
       return _fragments.Fragment(
           i, self.variables[begin:end], layout, _member.Member(
               worker,
               [_server.Server(address, _settings.name_of(name, i), worker,
                               settings.write(s), num_workers, layout, s, job)
                for s, address in enumerate(servers) if layout.pieces[s]],
-              layout, rules))
+              layout, arguments))
 
     ends = _fragments.divide(described, fragments)
     of = [fragment(i, begin, end)

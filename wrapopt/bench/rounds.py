@@ -32,6 +32,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
+from wrapopt._local import _job_number
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -96,7 +97,7 @@ class _Job:
     for k in range(n):
       # A copy has the session.
       of_worker = make() if own_sessions else copy.copy(server)
-      of_worker._worker, of_worker._job = f"worker {k}", _server.Job(False)
+      of_worker._worker, of_worker._job = f"worker {k}", _job_number.Job(False)
       # A worker whose call fails closes its session, which may be that of all.
       of_worker.close = lambda: None
       self._workers.append(_member.Member(
