@@ -41,9 +41,9 @@ from wrapopt.bench import harness
 
 _SIZES = (4, 64, 1000)
 _NUMBERS = 250_000
-_RULES = _member.Rules(min_workers=1, round_timeout_secs=300,
-                       grace_secs=float("inf"), most_pushes=4,
-                       learning_rate=0.7, momentum=0.9)
+_ARGUMENTS = _member.RoundArguments(
+    min_workers=1, round_timeout_secs=300, grace_secs=float("inf"),
+    most_pushes=4, learning_rate=0.7, momentum=0.9)
 
 
 def add_arguments(parser):
@@ -101,7 +101,7 @@ class _Job:
       # A worker whose call fails closes its session, which may be that of all.
       of_worker.close = lambda: None
       self._workers.append(_member.Member(
-          of_worker._worker, [of_worker], layout, _RULES))
+          of_worker._worker, [of_worker], layout, _ARGUMENTS))
       self._workers[-1].start([np.zeros(_NUMBERS, np.float32)])
       if k == 0 or not own_sessions:
         self._before = self._bytes()
@@ -140,8 +140,9 @@ class _Job:
     center = velocity = 0.0
     for _ in range(self._workers[0].place[0]):
       way = center - 1.0
-      velocity = _RULES.momentum * velocity + way
-      center -= _RULES.learning_rate * (way + _RULES.momentum * velocity)
+      velocity = _ARGUMENTS.momentum * velocity + way
+      center -= _ARGUMENTS.learning_rate * (
+          way + _ARGUMENTS.momentum * velocity)
     for worker in self._workers:
       harness.check_close("DiLoCo", {
           "the center": (worker.center[0], np.full(_NUMBERS, center), 1e-4)})
