@@ -138,13 +138,13 @@ def problem_of(optimizer="SGD"):
   return embedding.make_problem(60, 5, "uniform", optimizer)
 
 
-@pytest.mark.parametrize("mode", ["session-ref", "function", "keras"])
+@pytest.mark.parametrize("mode", ["session", "function", "keras"])
 @pytest.mark.parametrize("optimizer", ["SGD", "LazyAdam"])
 def test_steps_of_embeddings_are_what_their_names_say(mode, optimizer):
   problem = problem_of(optimizer)
   training = embedding.MODES[mode](problem)
   embedding.check(problem, training)
-  for name, step in training.steps.items() if mode != "session-ref" else ():
+  for name, step in training.steps.items() if mode != "session" else ():
     function = step.__defaults__[0] if mode == "keras" else step
     ops = list(map(type_of, function.get_concrete_function(
         training.batches[0]).graph.get_operations()))

@@ -60,7 +60,7 @@ def _zipf(rng, rows, count):
 
 
 IDS = {"uniform": _uniform, "zipf": _zipf}
-_CATCH_UP, _REF = "catch-up", "session-ref"
+_CATCH_UP = "catch-up"
 
 
 class Problem(typing.NamedTuple):
@@ -81,8 +81,7 @@ class Training(typing.NamedTuple):
       bring the averages of another up to date.
     averages: {name: function that makes its average catch up and returns it}.
     run: A function that evaluates the tensors of a list that a function makes.
-    is_lazy: A function that returns whether wrapopt's average is lazy, as far
-      as the variables allow it.
+    is_lazy: A function that returns whether wrapopt's average is lazy.
   """
   steps: dict
   batches: list
@@ -117,11 +116,8 @@ def add_arguments(parser):
       parser, "optimizers", _V1, ["SGD"], "the optimizers; in Keras each "
       "contender has a table and slots of its own, for 5,000,000 rows of "
       "LazyAdam 14 GB together")
-  harness.add_choice(
-      parser, "modes", [*MODES, _CATCH_UP],
-      [*(mode for mode in MODES if mode != _REF), _CATCH_UP],
-      f"how a step is run, and the catch-up of all rows; {_REF} is a session "
-      "with ref variables, whose averages move in all rows")
+  harness.add_choice(parser, "modes", [*MODES, _CATCH_UP],
+                     what="how a step is run, and the catch-up of all rows")
 
 
 def contests(options):
@@ -164,9 +160,9 @@ def _loss(looked_up, target):
       tf.reduce_sum(tf.math.squared_difference(looked_up, target), -1))
 
 
-def _of_v1(problem, use_resource=True):
+def _of_v1(problem):
   """(function that makes the ops of a step, tables, averages, is_lazy)."""
-  variable = functools.partial(tf.compat.v1.Variable, use_resource=use_resource)
+  variable = functools.partial(tf.compat.v1.Variable, use_resource=True)
   optimizers = {name: _V1[problem.optimizer]() for name in CONTENDERS}
   ours = MovingAverageOptimizer(optimizers[_WRAPOPT], _DECAY)
   stock = tf.train.ExponentialMovingAverage(_DECAY)
@@ -194,15 +190,15 @@ def _of_v1(problem, use_resource=True):
   return take, tables, {
       _STOCK: lambda: stock.average(tables[_STOCK]),
       _WRAPOPT: lambda: ours.average(tables[_WRAPOPT]),
-  }, lambda: ours.is_lazy(tables[_WRAPOPT]) == use_resource
+  }, lambda: ours.is_lazy(tables[_WRAPOPT])
 
 
-def _in_session(problem, use_resource=True):
+def _in_session(problem):
   tf1 = tf.compat.v1
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
     ids = tf1.placeholder(tf.int32, problem.batches[0].shape)
-    take, tables, averages, is_lazy = _of_v1(problem, use_resource)
+    take, tables, averages, is_lazy = _of_v1(problem)
     trains = {name: take(name, ids) for name in CONTENDERS}
     # Averages start at the tables.
     inits = [tf1.variables_initializer(list(tables.values())),
@@ -278,7 +274,6 @@ def _in_keras(problem, jit):
 
 MODES = {
     "session": _in_session,
-    _REF: lambda problem: _in_session(problem, use_resource=False),
     "function": _in_functions,
     "keras": lambda problem: _in_keras(problem, False),
     "keras-jit": lambda problem: _in_keras(problem, True),

@@ -83,9 +83,8 @@ def add_choice(parser, name, choices, default=None, what=""):
           "all" if default == list(choices) else ", ".join(default)))
 
 
-def add_sets(parser, default=None):
-  add_choice(parser, "sets", sets.VARIABLE_SETS, default,
-             "the sets of variables")
+def add_sets(parser):
+  add_choice(parser, "sets", sets.VARIABLE_SETS, what="the sets of variables")
 
 
 def run(contests, n_rounds):
