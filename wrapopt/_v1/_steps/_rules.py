@@ -182,7 +182,7 @@ def can_apply(opt, grads_and_vars):
 
 
 @ops.not_converted
-def apply_gradients(opt, rule, step, counts):
+def apply_gradients(opt, rule, step, counts=True):
   """Replaces `opt.apply_gradients`, with averages of the result, in one pass.
 
   Args:
