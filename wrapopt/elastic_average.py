@@ -327,10 +327,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     variables = list({v.ref(): v for g, v in step.grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
     centers, local_centers = self._copies(variables)
-    with self._making_state(), tf.control_dependencies(_step.check(step)):
-      stepped = self._inner._take(step._replace(
-          global_step=None, name=None, averages=None,
-          only_touched=False)).done
+    stepped = _step.take_inside(self, step)
     steps = [] if step.global_step is None else [step.global_step]
     with tf.name_scope(self._name):
       due, not_due, counted = _centers.count_step(self._local_step, stepped,

@@ -301,10 +301,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
                       f"{step.global_step!r}.")
     pairs = [(v, self._getter.center_of(v)) for g, v in step.grads_and_vars
              if g is not None]
-    with self._making_state(), tf.control_dependencies(_step.check(step)):
-      stepped = self._inner._take(step._replace(
-          global_step=None, name=None, averages=None,
-          only_touched=False)).done
+    stepped = _step.take_inside(self, step)
     if self._applied == len(self._rounds):
       self._rounds.append(self._new_rounds())
     rounds = self._rounds[self._applied]

@@ -25,6 +25,26 @@ from wrapopt._averages import _swap
 SHARE = -1
 EACH_ITS_OWN = 0.0
 
+# {rule of an optimizer: its rule between z and x, if it keeps its first
+# moment}, of both halves.
+_RULES = {
+    "Adam": "PrimalAverageAdam",
+    **dict.fromkeys(("Adagrad", "KerasAdagrad"), "ScheduleFreeAdagrad"),
+    **dict.fromkeys(("RMSProp", "KerasRMSProp"), "ScheduleFreeRMSProp"),
+    **dict.fromkeys(("GradientDescent", "KerasSGD"), "ScheduleFreeSGD")}
+
+
+def rule_between(rule, schedule):
+  """The rule of a step between z and x: its name, or None.
+
+  Args:
+    rule: The name of the optimizer's own rule.
+    schedule: A schedule.
+  """
+  name = _RULES.get(rule)
+  return ("ScheduleFreeAdam" if name == "PrimalAverageAdam" and
+          schedule.replaces_momentum else name)
+
 
 class Motion(typing.NamedTuple):
   """The numbers of one step.

@@ -18,6 +18,7 @@ from wrapopt import _native
 from wrapopt import _types
 from wrapopt import lazy_adam
 from wrapopt import ops
+from wrapopt._averages import _interpolation
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
@@ -114,12 +115,6 @@ _RULES = {
 }
 
 
-# {rule: its rule between z and x, if it keeps its first moment}.
-_INTERPOLATED = {
-    "Adagrad": "ScheduleFreeAdagrad", "Adam": "PrimalAverageAdam",
-    "GradientDescent": "ScheduleFreeSGD", "RMSProp": "ScheduleFreeRMSProp"}
-
-
 _NAMES = frozenset(
     name for cls in _RULES for name, _ in inspect.getmembers(
         cls, inspect.isfunction) if not name.startswith("__"))
@@ -153,11 +148,9 @@ def interpolated_rule_of(opt, schedule):
     schedule: A schedule of _averages/_interpolation.py.
   """
   rule = rule_of(opt)
-  name = rule and _INTERPOLATED.get(rule.rule)
+  name = rule and _interpolation.rule_between(rule.rule, schedule)
   if name is None:
     return None
-  if name == "PrimalAverageAdam" and schedule.replaces_momentum:
-    name = "ScheduleFreeAdam"
   has = _native.rules()[name]
 
   def scalars(o):

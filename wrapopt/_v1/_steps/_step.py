@@ -310,6 +310,24 @@ def check(step):
       *(s for row in step.averages.untrained for _, s in row)])
 
 
+def take_inside(wrapper, step):
+  """Takes an accepted step of a wrapper's inner optimizer.
+
+  The wrapper itself counts the step, and then updates the averages of those
+  around it, by `follow`.
+
+  Args:
+    wrapper: The wrapper, which may then change all rows.
+    step: A Step.
+
+  Returns:
+    The `done` of the inner Taken.
+  """
+  with wrapper._making_state(), tf.control_dependencies(check(step)):
+    return wrapper._inner._take(step._replace(
+        global_step=None, name=None, averages=None, only_touched=False)).done
+
+
 def where_accepted(opt, step, apply, in_float32=False):
   """Takes a step if it is accepted.
 

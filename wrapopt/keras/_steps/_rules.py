@@ -12,6 +12,7 @@ import tensorflow as tf
 from wrapopt import _lookup_cache
 from wrapopt import _native
 from wrapopt import ops
+from wrapopt._averages import _interpolation
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
@@ -98,11 +99,6 @@ _METHODS = {
         "_apply_weight_decay", "_backend_apply_gradients",
         "_backend_update_step"]} for cls in _RULES}
 
-# {rule: its rule between z and x, if it keeps its first moment}.
-_INTERPOLATED = {
-    "Adam": "PrimalAverageAdam", "KerasAdagrad": "ScheduleFreeAdagrad",
-    "KerasRMSProp": "ScheduleFreeRMSProp", "KerasSGD": "ScheduleFreeSGD"}
-
 
 def add_rule(cls, name):
   """Makes `name` the rule of a subclass of Adam, one of this package."""
@@ -145,11 +141,9 @@ def interpolated_rule_of(opt, cls, schedule):
     schedule: A schedule of _averages/_interpolation.py.
   """
   rule = rule_of(opt, cls)
-  name = rule and _INTERPOLATED.get(rule.rule)
+  name = rule and _interpolation.rule_between(rule.rule, schedule)
   if name is None:
     return None
-  if name == "PrimalAverageAdam" and schedule.replaces_momentum:
-    name = "ScheduleFreeAdam"
   has = _native.rules()[name]
   return rule._replace(
       rule=name,
