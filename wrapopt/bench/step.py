@@ -111,9 +111,6 @@ def add_arguments(parser):
   harness.add_choice(
       parser, "modes", [*MODES, _TORCH], what="how steps are run; each mode "
       "has arrays of its own, for bert-base with Adam of 4 GB")
-  parser.add_argument(
-      "--torch-python", metavar="FILE", default=sys.executable,
-      help="an interpreter that has PyTorch and schedulefree; by default this")
 
 
 def contests(options):
@@ -141,7 +138,7 @@ def _contest(name, optimizer, options):
       average, decay = (("wrapopt K=1", _DECAYS[0]) if optimizer in V1 else
                         (_FREE, None))
       calls, place = stack.enter_context(_in_torch(
-          options.torch_python, shapes, *_IN_TORCH[optimizer], decay))
+          shapes, *_IN_TORCH[optimizer], decay))
       contest.add(calls, place, mode=_TORCH,
                   written=dict.fromkeys(calls, written[average]))
     yield contest
@@ -390,28 +387,27 @@ MODES = {
 
 
 @contextlib.contextmanager
-def _in_torch(python, shapes, name, *arguments):
+def _in_torch(shapes, name, *arguments):
   """Contenders of PyTorch in another process.
 
   Args:
-    python: An interpreter.
     shapes: Those of the variables.
     name: The name of a class, with its module.
     *arguments: The other arguments of torch_step.Steps, but the number of
       threads.
 
   Yields:
-    {code: RemoteContender}, and a function that makes new arrays; none if the
-    interpreter does not have the class.
+    {code: RemoteContender}, and a function that makes new arrays; none if this
+    Python does not have the class.
   """
   if subprocess.run(
-      [python, "-c", f"import torch, {name.rpartition('.')[0]}"], check=False,
-      capture_output=True).returncode:
+      [sys.executable, "-c", f"import torch, {name.rpartition('.')[0]}"],
+      check=False, capture_output=True).returncode:
     yield {}, None
     return
   program = os.path.join(os.path.dirname(__file__), "torch_step.py")
   with subprocess.Popen(
-      [python, program, json.dumps([
+      [sys.executable, program, json.dumps([
           shapes, name, *arguments, harness.threads()])],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
