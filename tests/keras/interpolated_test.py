@@ -508,22 +508,21 @@ def data():
   return x, (x @ rng.normal(size=(6, 1))).astype(np.float32)
 
 
-def model_of(opt, *more, dtype=None, loss="mse", **settings):
+def model_of(opt, *more):
   model = keras.Sequential([
-      keras.layers.Input((6,)),
-      keras.layers.Dense(4, activation="tanh", dtype=dtype), *more,
-      keras.layers.Dense(1, dtype=dtype)])
+      keras.layers.Input((6,)), keras.layers.Dense(4, activation="tanh"), *more,
+      keras.layers.Dense(1)])
   rng = np.random.default_rng(4)
   model.set_weights([rng.normal(size=w.shape) if w.ndim > 1 else w
                      for w in model.get_weights()])
-  model.compile(opt, loss, **settings)
+  model.compile(opt, "mse")
   return model
 
 
 def freeze(model, is_frozen=True):
   """Freezes the first layer or trains it again, by the same optimizer."""
   model.layers[0].trainable = not is_frozen
-  model.compile(model.optimizer, model.loss, jit_compile=model.jit_compile)
+  model.compile(model.optimizer, "mse")
 
 
 def fit(model, epochs=1, **more):
@@ -643,66 +642,6 @@ def test_keras_files(holds, way, wrapper, tmp_path):
 
 
 @EACH
-def test_a_file_of_a_frozen_layer(wrapper, tmp_path):
-  """The loaded optimizer has no more than the variables that are trained."""
-  model = model_of(wrapper("sgd"))
-  x_in_some(model)
-  model.save(tmp_path / "model.keras")
-  loaded = keras.saving.load_model(tmp_path / "model.keras")
-  for _ in range(2):
-    assert_all_same_bits(loaded.get_weights(), model.get_weights())
-    for v, w in zip(loaded.trainable_variables, model.trainable_variables,
-                    strict=True):
-      assert_all_same_bits(points(loaded.optimizer, v),
-                           points(model.optimizer, w))
-    for x in (loaded, model):
-      x.train_on_batch(*data())
-  for x in (loaded, model):
-    fit(x)
-  assert_all_same_bits(loaded.get_weights(), model.get_weights())
-
-
-@EACH
-def test_a_second_fit_that_is_interrupted(wrapper, tmp_path):
-  """It goes on from its backup; a checkpoint of it holds the same."""
-  def make():
-    model = model_of(wrapper("adam"))
-    model.optimizer.build(model.weights)
-    return model
-
-  def second(model, *more):
-    freeze(model)
-    fit(model, 3, callbacks=[
-        keras.callbacks.BackupAndRestore(str(tmp_path / "backup")), *more])
-
-  whole, cut = make(), make()
-  for model in whole, cut:
-    fit(model)
-  freeze(whole)
-  fit(whole, 3)
-
-  class Stop(keras.callbacks.Callback):
-
-    def on_epoch_begin(self, epoch, logs=None):
-      if epoch == 2:
-        raise KeyboardInterrupt
-
-  with pytest.raises(KeyboardInterrupt):
-    second(cut, keras.callbacks.ModelCheckpoint(
-        str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True), Stop())
-  loaded = make()
-  loaded.load_weights(tmp_path / "2.weights.h5")
-  assert_all_same_bits(model_points(loaded), model_points(cut))
-  resumed = make()
-  second(resumed)
-  for _ in range(2):
-    assert_all_same_bits(model_points(resumed), model_points(whole))
-    for model in resumed, whole:
-      freeze(model, False)
-      model.train_on_batch(*data())
-
-
-@EACH
 @pytest.mark.parametrize("holds", ["y", "x in some"])
 def test_a_file_of_averages_in_place(holds, wrapper, tmp_path):
   """It holds x as the weights; a training goes on from it as from y."""
@@ -741,89 +680,3 @@ def test_snapshots_hold_x(tmp_path):
   other.load_weights(str(tmp_path / file))
   assert_same_weights(other.get_weights(), [
       model.optimizer.average(v) for v in model.trainable_variables])
-
-
-@pytest.mark.parametrize("inner", [lambda: keras.optimizers.SGD(.5),
-                                   lambda: keras.optimizers.Adamax(.5, 0.)],
-                         ids=["one op", "two passes"])
-@pytest.mark.parametrize("wrap", [
-    lambda opt: wk.PrimalAverage(opt, .7, .9),
-    lambda opt: wk.ScheduleFree(opt, .7)],
-                         ids=["PrimalAverage", "ScheduleFree"])
-def test_a_variable_without_gradient_keeps_its_average(wrap, inner):
-  """After all variables were set to x, as at the end of `fit`."""
-  v = keras.Variable([1., 2.], dtype="float64")
-  w = keras.Variable([3.], dtype="float64")
-  opt = wrap(inner())
-  both = [tf.ones([2], tf.float64), tf.ones([1], tf.float64)]
-  for _ in range(3):
-    opt.apply(both, [v, w])
-  z = opt.z(w).numpy()
-  opt.finalize_variable_values([v, w])
-  x = opt.average(w).numpy()
-  for _ in range(2):
-    opt.apply(both[:1], [v])
-    np.testing.assert_array_equal(opt.average(w), x)
-    np.testing.assert_array_equal(w, x)
-    np.testing.assert_array_equal(opt.z(w), z)
-  # Its training goes on from y.
-  opt.apply(both, [v, w])
-  assert opt.average(w).numpy() < x
-  np.testing.assert_allclose(w, .3 * opt.z(w).numpy() + .7 * np.array(
-      opt.average(w)), 1e-12)
-
-
-def frozen_cases():
-  for wrapper in ("primal_average", "schedule_free"):
-    for inner in ("SGD", "Adam"):
-      for passes in ("one op", "two passes"):
-        for mode in ("function", "jit"):
-          yield pytest.param(wrapper, inner, passes == "one op", mode == "jit",
-                             id=f"{wrapper}, {inner}, {passes}, {mode}")
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("wrapper, inner, one_pass, jit", list(frozen_cases()))
-def test_a_layer_that_is_frozen_in_the_second_fit(wrapper, inner, one_pass,
-                                                  jit):
-  """Losses and weights, against the paper's formulas in float64."""
-  rate, beta = 0.125, 0.5 if wrapper == "primal_average" else 0.0
-  cls = getattr(K, inner)
-  # With the beta_2 of 0.999, Keras's float32 powers lose three digits.
-  settings = {"beta_1": beta, "beta_2": 0.75} if inner == "Adam" else {}
-  schedule = {"momentum": 0.75, **interpolated_model.EACH[wrapper]}
-  opt = {"primal_average": wk.PrimalAverage, "schedule_free": wk.ScheduleFree}[
-      wrapper]((cls if one_pass else type("Own", (cls,), {}))(
-          rate, **settings), **schedule)
-  mse = keras.losses.MeanSquaredError(dtype="float64")
-  model = model_of(opt, dtype="float64", loss=mse, jit_compile=jit)
-  plain = model_of(None, dtype="float64")
-  formulas = [interpolated_model.Model(w, interpolated_model.Inner(
-      inner, beta1=beta, beta2=0.75), **schedule) for w in plain.get_weights()]
-  for frozen in (False, True, False):
-    before = [points(opt, v) for v in model.layers[0].weights] if frozen else ()
-    freeze(model, frozen)
-    for v, its in zip(model.layers[0].weights, before):
-      assert_all_same_bits(points(opt, v), its)
-    losses = model.fit(*data(), batch_size=64, epochs=4, verbose=0).history
-    for v, its in zip(model.layers[0].weights, before):
-      assert_all_same_bits(points(opt, v), its)
-    want = []
-    for _ in range(4):
-      with tf.GradientTape() as tape:
-        loss = mse(data()[1], plain(data()[0]))
-      want.append(float(loss))
-      grads = tape.gradient(loss, plain.weights)
-      for i, (v, g, of) in enumerate(zip(plain.weights, grads, formulas)):
-        if frozen and i < 2:
-          of.skip(rate)
-          of.inner.t += 1  # Keras's Adam counts the steps of all.
-        else:
-          of.step(g.numpy(), rate)
-          v.assign(of.y)
-    for v, of in zip(plain.weights, formulas):
-      v.assign(of.x)
-    np.testing.assert_allclose(losses["loss"], want, 1e-5)
-    for v, of in zip(model.weights, formulas):
-      for got, x in zip(points(opt, v), (of.x, of.x, of.z)):
-        np.testing.assert_allclose(got, x, 0, 1e-5)

@@ -68,20 +68,15 @@ class Model:
   def y(self):
     return (1 - self.momentum) * self.z + self.momentum * self.x
 
-  def skip(self, lr):
-    """Counts a step on other variables: (its rate, the weight of z in x)."""
+  def step(self, g, lr):
     self.t += 1
     if self.warmup_steps:
       lr = lr * min(1.0, self.t / self.warmup_steps)
     self.largest = max(self.largest, lr)
     weight = self.t**self.r * self.largest**self.weight_lr_power
     self.weights += weight
-    if self.average_decay is not None:
-      return lr, 1 - self.average_decay
-    return lr, weight / self.weights if self.weights else 0.0
-
-  def step(self, g, lr):
-    lr, c = self.skip(lr)
+    c = (1 - self.average_decay if self.average_decay is not None else
+         weight / self.weights if self.weights else 0.0)
     z = self.z - lr * self.weight_decay_at_y * self.y
     self.z = self.inner(z, np.asarray(g, np.float64), lr)
     self.x = (1 - c) * self.x + c * self.z

@@ -45,7 +45,7 @@ def _mutants():
   yield m("Schedule-Free: a variable that holds x stays there",
           "wrapopt/_averages/_interpolation.py",
           "tf.where(moves, _towards(y, z.read_value(), by), y)", "y",
-          "//tests/keras:interpolated_test --test_filter=without_gradient")
+          "//tests/both:interpolated_test --test_filter=hold_x_in_keras")
   yield m("compensation: the last of a row's origins counts",
           "wrapopt/_gates/_compensation.py", "unsorted_segment_min",
           "unsorted_segment_max", "//tests/v1:delay_policies_test")
