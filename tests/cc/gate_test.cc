@@ -240,6 +240,20 @@ TEST(Gate, RacingWorkers) {
   EXPECT_EQ(in_flight, 0);
 }
 
+TEST(Gate, ATryWaitsAsLongAsItsPatience) {
+  const auto gate = std::make_shared<Gate>();
+  Ticket first;
+  EXPECT_TRUE(first.Begin(gate, 5));
+  for (const int milliseconds : {30, 1010}) {
+    const std::chrono::milliseconds patience(milliseconds);
+    const auto start = std::chrono::steady_clock::now();
+    Ticket next;
+    EXPECT_TRUE(next.Begin(gate, 5, patience));
+    EXPECT_GE(std::chrono::steady_clock::now() - start, patience);
+    EXPECT_TRUE(first.Begin(gate, 5, std::chrono::milliseconds(0)));
+  }
+}
+
 // The worker of an update dies, and another one tries the update again.
 TEST(Gate, AnUpdateThatIsTriedAgain) {
   const auto gate = std::make_shared<Gate>();
