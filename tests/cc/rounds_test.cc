@@ -295,8 +295,20 @@ TEST(Rounds, ARestoreOfAnotherGenerationChangesNothing) {
 TEST(Rounds, AServerThatIsRestartedKeepsNobodyWaiting) {
   Fixture f;
   f.lead = std::make_shared<IntRounds>("r", 2, &f.timer, f.warn);
+  EXPECT_EQ(f.lead->subject(), "averaging rounds 'r'");
   EXPECT_EQ(f.lead->known().turn, -1);
   EXPECT_EQ(f.Close({3, 1}, 2)->times, 1);
+  // Until its center is written.
+  EXPECT_TRUE(Restore(f.lead.get(), {-1, 1}, 0));
+  EXPECT_EQ(f.Enter("a", {-1, 1})->times, 0);
+}
+
+TEST(Rounds, AWaitForAnotherRoundClosesNone) {
+  Fixture f;
+  f.Bring("a", 1);
+  f.Bring("b", 1);
+  EXPECT_EQ(f.Close({3, 1}, 1)->times, 1);
+  EXPECT_FALSE(f.lead->known().closed);
 }
 
 TEST(Rounds, AStepThatEnds) {
