@@ -303,6 +303,17 @@ TEST(Rounds, AServerThatIsRestartedKeepsNobodyWaiting) {
   EXPECT_EQ(f.Enter("a", {-1, 1})->times, 0);
 }
 
+// News may come late: it brings back no turn that is over.
+TEST(Rounds, OldNewsOfTurns) {
+  Fixture f;
+  Known known{{0, 1}};
+  known.turn = 1;
+  known.turns = {1, {}};
+  EXPECT_TRUE(f.other->Follow(known));
+  known.turns.alive = {1};
+  EXPECT_FALSE(Stage(f.other.get(), "a", known, 1));
+}
+
 TEST(Rounds, AWaitForAnotherRoundClosesNone) {
   Fixture f;
   f.Bring("a", 1);
