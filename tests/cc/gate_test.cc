@@ -240,13 +240,44 @@ TEST(Gate, RacingWorkers) {
   EXPECT_EQ(in_flight, 0);
 }
 
+// Both have incremented the step. The one that is aborted counts twice.
+TEST(Gate, AnUpdateThatIsAbortedAtItsEnd) {
+  const auto gate = std::make_shared<Gate>();
+  Ticket other, next;
+  int64_t staleness;
+  {
+    Ticket aborted;
+    for (Ticket* ticket : {&other, &aborted}) {
+      EXPECT_TRUE(ticket->Begin(gate, -1));
+      EXPECT_TRUE(ticket->Admit(0, 0, 9, &staleness));
+    }
+  }
+  EXPECT_TRUE(next.Begin(gate, -1));
+  EXPECT_TRUE(next.Admit(2, 0, 9, &staleness));
+  EXPECT_EQ(staleness, 3);
+}
+
+TEST(Gate, ATryWaitsAsLongAsItsPatience) {
+  const auto gate = std::make_shared<Gate>();
+  Ticket first;
+  EXPECT_TRUE(first.Begin(gate, 5));
+  for (const int milliseconds : {30, 1010}) {
+    const std::chrono::milliseconds patience(milliseconds);
+    const auto start = std::chrono::steady_clock::now();
+    Ticket next;
+    EXPECT_TRUE(next.Begin(gate, 5, patience));
+    EXPECT_GE(std::chrono::steady_clock::now() - start, patience);
+    EXPECT_TRUE(first.Begin(gate, 5, std::chrono::milliseconds(0)));
+  }
+}
+
 // The worker of an update dies, and another one tries the update again.
 TEST(Gate, AnUpdateThatIsTriedAgain) {
   const auto gate = std::make_shared<Gate>();
   int64_t staleness, in_flight;
   bool counts;
   const auto admit = [&](Ticket* ticket) {
-    EXPECT_TRUE(ticket->Begin(gate, 5, std::chrono::milliseconds(1)));
+    EXPECT_TRUE(ticket->Begin(gate, 0, std::chrono::milliseconds(1)));
     EXPECT_TRUE(ticket->Admit(0, 0, 9, &staleness));
     return ticket->number();
   };
@@ -265,7 +296,7 @@ TEST(Gate, AnUpdateThatIsTriedAgain) {
     EXPECT_TRUE(counts);
   }
   // It dies when the update is complete.
-  EXPECT_FALSE(complete.Begin(gate, 5));
+  EXPECT_FALSE(complete.Begin(gate, 0));
   gate->Record(1, &in_flight);
   EXPECT_EQ(in_flight, 0);
   // The update is refused.

@@ -211,6 +211,9 @@ TEST(Rounds, AQuorumAfterTheDeadline) {
   ASSERT_EQ(f.warnings.size(), 1u);
   EXPECT_EQ(f.warnings[0],
             "Round 0 of averaging rounds 'r' is made of 1 of 2 workers: 'a'.");
+  // It is closed once.
+  EXPECT_EQ(f.Close({0, 1}, 1)->workers(), "a");
+  EXPECT_EQ(f.warnings.size(), 1u);
   const auto next = [&] {
     for (const auto& server : {f.other, f.lead}) {
       End(server.get(), closed->known);
@@ -278,6 +281,45 @@ TEST(Rounds, DeadlinesOfOtherWaits) {
   EXPECT_EQ(h.timer.set.size(), 2u);
   h.Bring("b", 1);
   EXPECT_EQ(h.timer.set.size(), 0u);
+}
+
+TEST(Rounds, ARestoreOfAnotherGenerationChangesNothing) {
+  Fixture f;
+  const HeardPtr turn = f.Enter("a", {0, 1});
+  EXPECT_FALSE(Restore(f.lead.get(), {0, 3}, 2));
+  EXPECT_TRUE(f.lead->known().place == (Place{0, 1}));
+  EXPECT_EQ(f.timer.set.size(), 1u);  // The end of the turn.
+  EXPECT_TRUE(f.lead->Release("a", turn->known.turn));
+}
+
+TEST(Rounds, AServerThatIsRestartedKeepsNobodyWaiting) {
+  Fixture f;
+  f.lead = std::make_shared<IntRounds>("r", 2, &f.timer, f.warn);
+  EXPECT_EQ(f.lead->subject(), "averaging rounds 'r'");
+  EXPECT_EQ(f.lead->known().turn, -1);
+  EXPECT_EQ(f.Close({3, 1}, 2)->times, 1);
+  // Until its center is written.
+  EXPECT_TRUE(Restore(f.lead.get(), {-1, 1}, 0));
+  EXPECT_EQ(f.Enter("a", {-1, 1})->times, 0);
+}
+
+// News may come late: it brings back no turn that is over.
+TEST(Rounds, OldNewsOfTurns) {
+  Fixture f;
+  Known known{{0, 1}};
+  known.turn = 1;
+  known.turns = {1, {}};
+  EXPECT_TRUE(f.other->Follow(known));
+  known.turns.alive = {1};
+  EXPECT_FALSE(Stage(f.other.get(), "a", known, 1));
+}
+
+TEST(Rounds, AWaitForAnotherRoundClosesNone) {
+  Fixture f;
+  f.Bring("a", 1);
+  f.Bring("b", 1);
+  EXPECT_EQ(f.Close({3, 1}, 1)->times, 1);
+  EXPECT_FALSE(f.lead->known().closed);
 }
 
 TEST(Rounds, AStepThatEnds) {
