@@ -1351,6 +1351,9 @@ class World:
         Member=_new_member, RoundArguments=_member.RoundArguments)
     _server._interrupts = types.SimpleNamespace(run=self._run_call)
     _exchanges._interrupts = types.SimpleNamespace(Call=BackgroundCall)
+    # One after another, so that a seed makes one schedule.
+    _member._interrupts = types.SimpleNamespace(
+        at_once=lambda functions: [function() for function in functions])
     for server, when in zip(self.servers, plan.server_starts):
       self.at(when, server.start)
       self._server_trouble.append(when)

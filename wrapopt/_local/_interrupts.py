@@ -145,9 +145,9 @@ class Call:
       raise error
     return result
 
-  def stop(self):
+  def stop(self, secs=2 * _END_SECS + 2 * _POLL_SECS):
     self._stopped.set()
-    self.wait(2 * _END_SECS + 2 * _POLL_SECS)
+    self.wait(secs)
 
 
 def run(function, cancel):
@@ -170,3 +170,22 @@ def run(function, cancel):
     call.wait(_END_SECS)
     raise
   return call.result()
+
+
+def at_once(functions):
+  """What functions return, each of which runs in a thread of its own.
+
+  Raises:
+    KeyboardInterrupt: If Ctrl-C has come. All of them end.
+  """
+  calls = [Call(function) for function in functions]
+  try:
+    for call in calls:
+      call.wait()
+  except BaseException:  # As in `run`.
+    for call in calls:
+      call.stop(0)
+    for call in calls:
+      call.stop()
+    raise
+  return [call.result() for call in calls]

@@ -1,5 +1,6 @@
 """A worker's part in the rounds of servers that hold a center."""
 
+import functools
 import time
 import typing
 
@@ -7,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt._local import _codes
+from wrapopt._local import _interrupts
 from wrapopt._local import _server
 
 _POLL_SECS = 0.1
@@ -80,7 +82,6 @@ class Member:
     self._velocities = self._lost = ()
     self._saved_errors = None
     self._have_left = ()  # The names of workers.
-    self._first = 0  # The index of the server that values begin with.
 
   def start(self, initial, saved=None):
     """Takes the center; `initial` becomes it if no server has one.
@@ -283,11 +284,12 @@ class Member:
     for server in self._others:
       if not server.follow(known):
         return False
-    # Workers in turns next to each other use the links of different servers.
-    self._first = known.turn % len(self._servers)
-    for server, of_server in self._rotated([*zip(self._servers, arrays)]):
-      if not server.stage(known, weight, of_server):
-        return False
+    # At once: workers that send to one server after another would wait for
+    # each other, while the links of the other servers are idle.
+    if not all(_interrupts.at_once(
+        functools.partial(server.stage, known, weight, of_server)
+        for server, of_server in zip(self._servers, arrays))):
+      return False
     self._sent = self._codes and (self.place, self._codes[1])
     accepted, known = self._lead.arrive(known)
     if accepted:
@@ -331,11 +333,9 @@ class Member:
     self._saved_errors = errors and (round_, errors)
 
   def _read(self, place, vectors, what="center", held=None):
-    return all(s.read(place, vectors, self._left(), what, held)
-               for s in self._rotated(self._servers))
-
-  def _rotated(self, of_servers):
-    return of_servers[self._first:] + of_servers[:self._first]
+    return all(_interrupts.at_once(
+        functools.partial(s.read, place, vectors, self._left(), what, held)
+        for s in self._servers))
 
   def _states(self):
     """The states of all servers at one time, and what the lead knows then."""
