@@ -6,6 +6,7 @@ takes the step and moves the averages, or two.
 
 import contextlib
 import functools
+import re
 import typing
 
 import keras
@@ -203,8 +204,14 @@ class Run:
 
   def state(self):
     """Variables, averages and what the optimizer holds: arrays."""
-    return self.read(*self.variables.values(), *self.opt.variables if
-                     self.way.half == "keras" else self.opt.variables())
+    if self.way.half == "keras":
+      held = self.opt.variables
+    else:
+      # In a process that has had these names, TensorFlow adds a number to
+      # each, which changes their order.
+      held = sorted(self.opt.variables(),
+                    key=lambda v: re.sub(r"(_\d+)?:0$", "", v.name))
+    return self.read(*self.variables.values(), *held)
 
   def counted(self):
     """The global step: none or one array."""
