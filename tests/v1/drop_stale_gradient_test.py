@@ -1,6 +1,7 @@
 """DropStaleGradientOptimizer: dropped gradients, state and statistics."""
 
 import glob
+import itertools
 
 import numpy as np
 import pytest
@@ -825,6 +826,10 @@ def test_a_second_try_counts_nothing(mode, monkeypatch):
 def test_tokens(monkeypatch):
   """Of each place in a function that runs once in a try."""
   step = tf.Variable(0, dtype=tf.int64)
+  assert _tokens._of_closure() == _tokens.NONE
+  monkeypatch.setattr(_tokens, "_counted", itertools.count(32**7 - 1))
+  assert [_tokens._next_number() for _ in range(3)] == [32**7 - 1, 0, 1]
+  assert _tokens._IN_FUNCTION > 4
   monkeypatch.setattr(_tokens, "_IN_FUNCTION", 4)
   token = lambda: tf.cast(_tokens.next_of_function(step), tf.int64)
 
@@ -847,6 +852,8 @@ def test_tokens(monkeypatch):
     got = [int(x) for x in function(tf.constant(True))]
     assert got == [4 * number, 4 * number + 1, -1, -1, -1] + [
         4 * number + 2, 4 * number + 3, -1, -1], number
+  graph = function.get_concrete_function(tf.constant(True))
+  assert graph.output_shapes[0] == []
   monkeypatch.setattr(_tokens, "_of_closure", lambda: _tokens.NONE)
   assert max(map(int, function(tf.constant(True)))) < 0
   with tf.Graph().as_default():
