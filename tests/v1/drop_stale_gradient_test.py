@@ -1,6 +1,7 @@
 """DropStaleGradientOptimizer: dropped gradients, state and statistics."""
 
 import glob
+import itertools
 
 import numpy as np
 import pytest
@@ -820,6 +821,43 @@ def test_a_second_try_counts_nothing(mode, monkeypatch):
     for worker in False, True:
       stats = model.opt.staleness_stats(worker)
       assert (stats.admitted, stats.dropped) == counts, (given, worker)
+
+
+def test_tokens(monkeypatch):
+  """Of each place in a function that runs once in a try."""
+  step = tf.Variable(0, dtype=tf.int64)
+  assert _tokens._of_closure() == _tokens.NONE
+  monkeypatch.setattr(_tokens, "_counted", itertools.count(32**7 - 1))
+  assert [_tokens._next_number() for _ in range(3)] == [32**7 - 1, 0, 1]
+  assert _tokens._IN_FUNCTION > 4
+  monkeypatch.setattr(_tokens, "_IN_FUNCTION", 4)
+  token = lambda: tf.cast(_tokens.next_of_function(step), tf.int64)
+
+  @tf.function
+  def function(in_branch):
+    first, several = token(), tf.constant(0, tf.int64)
+    if in_branch:
+      several = tf.cond(
+          in_branch, token, lambda: tf.constant(0, tf.int64))
+    looped = tf.constant(0, tf.int64)
+    for _ in tf.range(1):
+      looped = token()
+    with tf.init_scope():
+      eager = token()
+    return (first, several, looped, tf.function(token)(), eager, token(),
+            token(), token(), token())
+
+  for number in 0, 1, 32**7 - 1, 98765432100 % 32**7:
+    monkeypatch.setattr(_tokens, "_of_closure", lambda: number)  # pylint: disable=cell-var-from-loop
+    got = [int(x) for x in function(tf.constant(True))]
+    assert got == [4 * number, 4 * number + 1, -1, -1, -1] + [
+        4 * number + 2, 4 * number + 3, -1, -1], number
+  graph = function.get_concrete_function(tf.constant(True))
+  assert graph.output_shapes[0] == []
+  monkeypatch.setattr(_tokens, "_of_closure", lambda: _tokens.NONE)
+  assert max(map(int, function(tf.constant(True)))) < 0
+  with tf.Graph().as_default():
+    assert _tokens.next_of_function(step) == _tokens.NONE
 
 
 def test_a_worker_counts_from_its_start(graph):

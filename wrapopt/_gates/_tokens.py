@@ -37,19 +37,16 @@ def next_of_function(step):
     A scalar int64 tensor, or NONE: in eager mode, in a loop, and in a function
     that another one calls. All of these may run several times in one try.
   """
-  graph = tf.compat.v1.get_default_graph()
-  if tf.executing_eagerly() or not isinstance(graph, func_graph.FuncGraph):
-    return NONE
-  outermost = graph
+  outermost = tf.compat.v1.get_default_graph()
   while isinstance(outermost, control_flow_v2_func_graphs.CondBranchFuncGraph):
     outermost = outermost.outer_graph
-  if type(outermost) is not func_graph.FuncGraph or isinstance(
-      outermost.outer_graph, func_graph.FuncGraph):
+  # In tf.init_scope(), it is that of the function.
+  if (tf.executing_eagerly() or type(outermost) is not func_graph.FuncGraph or
+      isinstance(outermost.outer_graph, func_graph.FuncGraph)):
     return NONE
   i = _taken[outermost] = _taken.get(outermost, -1) + 1
   if i >= _IN_FUNCTION:
     return NONE
-
   # Not in a branch, whose graph TensorFlow would not feed. An op that takes a
   # placeholder would leave it to that one to wait for what both depend on, and
   # a placeholder does not wait.
