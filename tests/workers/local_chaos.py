@@ -37,7 +37,7 @@ import local_job
 
 ROUND_SECS = 3.0
 STEPS = 15  # Of the slower workers: 200 ms each, and 100 ms of the others.
-RULES = {"round_timeout_secs": 10.0, "grace_secs": 2.0, "min_workers": 1}
+RULES = {"round_timeout_secs": 15.0, "grace_secs": 4.0, "min_workers": 1}
 # How long a process or link is stopped, in seconds.
 DOWN = 1.0, 5.0
 
@@ -233,6 +233,7 @@ def main(argv=None):
   parser.add_argument("--start-secs", type=float,
                       help="instead of a measured import of TensorFlow")
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--folder", help="for the logs of the workers")
   args = parser.parse_args(argv)
   if NO_NETWORKS:
     print(f"Links stay up: there are no network namespaces: {NO_NETWORKS}",
@@ -244,18 +245,18 @@ def main(argv=None):
         "efficiency | recovery (rounds: times) | next commit: median, s | "
         "most, s | momenta lost | unseen |", flush=True)
   for rate in args.rates:
-    with futures.ThreadPoolExecutor() as pool, (
-        tempfile.TemporaryDirectory()) as folder:
+    cases = list(itertools.product({0: 0, start_secs: 0}, args.workers))
+    with futures.ThreadPoolExecutor(len(cases)) as pool:
 
       def run(i, case):
         secs, n = case
-        of_job = pathlib.Path(folder, str(i))
-        of_job.mkdir()
+        of_job = pathlib.Path(
+            args.folder or tempfile.mkdtemp(), f"{rate:g}_{n}_{secs:.0f}")
+        of_job.mkdir(parents=True)
         chaos = Chaos(n, of_job, secs, args.algorithm, not NO_NETWORKS,
                       args.seed + i)
         return chaos.run(rate, args.quiet_secs, 60 * args.minutes)
 
-      cases = list(itertools.product({0: 0, start_secs: 0}, args.workers))
       results = [pool.submit(run, i, case) for i, case in enumerate(cases)]
       for (secs, n), result in zip(cases, results):
         print("|", " | ".join(map(str, [

@@ -155,18 +155,17 @@ class Books:
         continue
       velocities[place] = self._check(
           np.array(of_place[before][0]["sample"]), center, members,
-          place[0] - 1, velocities.get(before), rate, momentum)
+          velocities.get(before), rate, momentum)
 
   def _latest(self, round_, place):
     """The latest place of a round before another place, or None."""
     return max((p for p in self.sums if p[0] == round_ and p != place and
                 p[1] <= place[1]), key=lambda p: p[1], default=None)
 
-  def _check(self, before, center, members, round_, velocity, rate, momentum):
+  def _check(self, before, center, members, velocity, rate, momentum):
     """Asserts that members have moved the center: the new velocity."""
     mean = np.average(
-        [local_worker.sample(local_worker.delta(name, round_))
-         for name in members], axis=0,
+        [local_worker.sample(local_worker.delta(name)) for name in members], axis=0,
         weights=[local_worker.weight(name) for name in members])
     # Roundings of some hundred steps.
     close = 1e-5 * (1 + np.abs(before).max())
@@ -188,8 +187,8 @@ class Books:
       self.momenta_lost += (options[1][0] < options[0][0] and
                             options[0][0] > close)
       assert error <= close, (
-          f"{members} do not move {before} to {center} in round {round_}: "
-          f"they are {error} apart")
+          f"{members} do not move {before} to {center}: they are {error} "
+          "apart")
     return new
 
   def steps(self, since, until):

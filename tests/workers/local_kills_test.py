@@ -1,144 +1,76 @@
 """Workers of a DiLoCo are killed at each point of a round, and come back."""
 
-import collections
 import itertools
-import json
-import os
 import random
-import signal
 
-import numpy as np
 import tensorflow as tf
 
-import local_kills_task as task
-from local_parts import FORKS, Oracle, Process
-from processes import wait_until
+import local_job
+import local_worker
+
+TIMEOUT_SECS = 6.0
 
 
-class Job:
-  """Two servers, and workers that run until the end."""
+def new_job(num_workers, folder, most_pushes=4, saves=False):
+  job = local_job.Job(num_workers, folder, saves=saves, options={
+      "min_workers": 1, "round_timeout_secs": TIMEOUT_SECS,
+      "most_pushes": most_pushes})
+  job.start_all()
+  return job
 
-  def __init__(self, num_workers, most_pushes, folder, saves=False):
-    self.folder = folder
-    self.most_pushes = most_pushes
-    self.saves = saves
-    self.names = [f"w{i}" for i in range(num_workers)]
-    self.workers = {}
-    self.start_all()
 
-  def start_all(self):
-    self.servers = [Process() for _ in range(2)]
-    for name in self.names:
-      self.start(name)
+def kill(job, name, point, others_go_on):
+  """Lets a worker die at a point of its next round, and starts it again.
 
-  def start(self, name):
-    self.workers[name] = FORKS.Process(target=task.run, args=(
-        name, [s.address for s in self.servers], len(self.names),
-        self.most_pushes, self.folder, self.saves))
-    self.workers[name].start()
-
-  def path(self, name):
-    return os.path.join(self.folder, name)
-
-  def lines(self, name):
-    """The lines of a worker's log, as dicts."""
-    try:
-      with open(self.path(f"{name}.log"), encoding="utf-8") as f:
-        return [json.loads(line) for line in f if line.endswith("\n")]
-    except FileNotFoundError:
-      return []
-
-  def wait_for_counted(self, name, known):
-    """Waits until a worker counts in a round, after its first `known` lines."""
-    wait_until(lambda: any(line.get("counted")
-                           for line in self.lines(name)[known:]),
-               lambda: f"{name} does not count; {self.exits()}")
-
-  def exits(self):
-    return {name: w.exitcode for name, w in self.workers.items()}
-
-  def kill(self, name, point, others_go_on):
-    """Lets a worker die at a point of its next round, and starts it again.
-
-    Args:
-      name: The worker.
-      point: One of `task.POINTS`.
-      others_go_on: Whether it comes back after the others have ended rounds
-        without it, instead of at once.
-    """
-    with open(self.path("order"), "w", encoding="utf-8") as f:
-      f.write(point)
-    os.rename(self.path("order"), self.path(f"die_{name}"))
-    self.workers[name].join(60)
-    assert self.workers[name].exitcode == -signal.SIGKILL, (point, self.exits())
-    if others_go_on:
-      other = next(x for x in self.names if x != name)
-      for _ in range(3):
-        self.wait_for_counted(other, len(self.lines(other)))
-    known = len(self.lines(name))
-    self.start(name)
-    self.wait_for_counted(name, known)
-
-  def end(self):
-    with open(self.path("stop"), "w", encoding="utf-8"):
-      pass
-    for name, worker in self.workers.items():
-      worker.join(60)
-      assert worker.exitcode == 0, (name, self.exits())
-
-  def close(self):
-    for worker in self.workers.values():
-      worker.kill()
-      worker.join()
-    for server in self.servers:
-      server.kill()
+  Args:
+    job: The Job.
+    name: The worker.
+    point: One of `local_worker.POINTS`.
+    others_go_on: Whether it comes back after the others have ended rounds
+      without it, instead of at once.
+  """
+  job.kill_at(name, point)
+  if others_go_on:
+    other = next(x for x in job.names if x != name)
+    for _ in range(3):
+      job.wait_for_counted(other, len(job.lines(other)))
+  known = len(job.lines(name))
+  job.start(name)
+  job.wait_for_counted(name, known)
 
 
 def check(lines, kills):
-  """Checks the lines of all workers' logs."""
-  of_round = collections.defaultdict(list)
+  """Checks the lines of all workers' logs, of one generation or two."""
+  books = local_job.Books(lines)
+  # A worker that came after the end was not told the members.
+  assert not books.unseen and not books.momenta_lost
+  secs = {}
   for line in lines:
-    of_round[line["round"]].append(line)
-  assert sorted(of_round) == list(range(max(of_round) + 1))
-  oracle = Oracle(np.zeros_like(of_round[0][0]["sample"]))
-  late = 0
-  for round_, noted in sorted(of_round.items()):
-    # Also those that have come back.
-    assert len({line["checksum"] for line in noted}) == 1, noted
-    if round_ > 0:
-      # A worker that came after the end was not told the members.
-      [members] = {tuple(line["workers"]) for line in noted
-                   if line.get("workers")}
-      for line in noted:
-        assert line.get("counted", False) <= (line["name"] in members)
-      oracle.end_round([
-          oracle.center + task.sample(task.delta(name, round_ - 1))
-          for name in members], [task.weight(name) for name in members])
-      late += max((line["secs"] for line in noted if line.get("counted")),
-                  default=0) > 0.9 * task.TIMEOUT_SECS
-    np.testing.assert_allclose(
-        noted[0]["sample"], oracle.center, rtol=0,
-        atol=1e-6 * (round_ + 1) * (1 + np.abs(oracle.center).max()))
+    if line.get("counted"):
+      place = tuple(line["place"])
+      secs[place] = max(secs.get(place, 0), line["secs"])
   # No round but the one of a kill, and the last, waited for a worker.
+  late = sum(s > 0.9 * TIMEOUT_SECS for s in secs.values())
   assert late <= kills + 1, (late, kills)
   longest = max(line.get("secs", 0) for line in lines)
   # Two deadlines would be more.
-  assert longest < task.TIMEOUT_SECS + 5, longest
-  return max(of_round), late, longest
+  assert longest < TIMEOUT_SECS + 5, longest
+  return len(books.members), late, longest
 
 
 def run(num_workers, kills, folder, most_pushes=4):
-  job = Job(num_workers, most_pushes, str(folder))
+  job = new_job(num_workers, folder, most_pushes)
   choose = random.Random(num_workers)
   try:
     for name in job.names:
       job.wait_for_counted(name, 0)
-    for i, point in zip(range(kills), itertools.cycle(task.POINTS)):
+    points = local_worker.POINTS
+    for i, point in zip(range(kills), itertools.cycle(points)):
       # In two cycles, each point gets both.
-      others_go_on = (i + i // len(task.POINTS)) % 2 == 0
-      job.kill(choose.choice(job.names), point, others_go_on)
+      others_go_on = (i + i // len(points)) % 2 == 0
+      kill(job, choose.choice(job.names), point, others_go_on)
     job.end()
-    rounds, late, longest = check(sum(map(job.lines, job.names), []), kills)
+    rounds, late, longest = check(job.all_lines(), kills)
     print(f"{num_workers} workers, {kills} kills, {rounds} rounds, of which "
           f"{late} waited for a deadline; the longest took {longest:.1f} s")
   finally:
@@ -146,17 +78,17 @@ def run(num_workers, kills, folder, most_pushes=4):
 
 
 def test_a_kill_at_each_point(tmp_path):
-  run(4, len(task.POINTS), tmp_path)
+  run(4, len(local_worker.POINTS), tmp_path)
 
 
 def test_a_kill_at_each_point_where_workers_send_one_after_the_other(tmp_path):
   """A worker that dies in its turn holds up the others."""
-  run(2, len(task.POINTS), tmp_path, most_pushes=1)
+  run(2, len(local_worker.POINTS), tmp_path, most_pushes=1)
 
 
 def test_a_job_that_was_killed(tmp_path):
   """New servers and workers go on from its last checkpoint."""
-  job = Job(2, 4, str(tmp_path), saves=True)
+  job = new_job(2, tmp_path, saves=True)
   try:
     for _ in range(3):
       for name in job.names:
@@ -172,10 +104,10 @@ def test_a_job_that_was_killed(tmp_path):
       job.wait_for_counted(name, len(before[name]))
     job.end()
     lines = [line for name in job.names for line in before[name]
-             if line["round"] <= saved]
+             if line["place"][0] <= saved]
     for name in job.names:
       after = job.lines(name)[len(before[name]):]
-      assert after[0]["round"] >= saved, (after[0], saved)
+      assert after[0]["place"][0] >= saved, (after[0], saved)
       lines += after
     check(lines, kills=2)
   finally:

@@ -66,9 +66,9 @@ class Settings(typing.NamedTuple):
   options: dict = {}
 
 
-def delta(name, round_):
-  """How far a worker goes in a round."""
-  rng = np.random.default_rng([*name.encode(), round_])
+def delta(name):
+  """How far a worker goes in each round."""
+  rng = np.random.default_rng([*name.encode()])
   return [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
 
 
@@ -171,7 +171,14 @@ def run(name, job):
   _layout.PIECE = 256
   _server._FIRST_BYTES = _server._MOST_BYTES = 1024
   steps = job.steps * weight(name)
-  sleep = lambda: time.sleep(job.step_secs / weight(name))
+  clock = {}
+
+  def sleep():
+    """Until the step is over, which began when the last one was."""
+    clock["next"] += job.step_secs / weight(name)
+    time.sleep(max(clock["next"] - time.monotonic(), 0))
+
+  distance = delta(name)
   variables = [tf.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
   fit = None
   if name == "w1":
@@ -188,7 +195,7 @@ def run(name, job):
   def take_part():
     if not local.holds_center():  # Else `fit` would take another one later.
       local.take_center()
-    distance = delta(name, local.round)
+    clock["next"] = time.monotonic()
     if fit:
       return fit(local, steps, distance)
     for _ in range(steps):
