@@ -1,6 +1,7 @@
 """The rule of DiLoCo in NumPy, and servers in processes of their own."""
 
 import collections
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -163,7 +164,12 @@ class Child:
     self._process.join()
 
 
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
 def _run(namespace, target, args):
+  # The process that it is forked from ends with the one that started both.
+  ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
   if namespace:
     networks.join(namespace)
   target(*args)
