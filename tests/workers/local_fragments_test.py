@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import FORKS, Process, run_all, wait_alone
+from local_parts import run_all, Servers, wait_alone
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
@@ -236,13 +236,9 @@ def test_an_error_of_an_exchange_is_raised_at_its_end(traced):
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
 def test_ctrl_c_ends_the_wait_for_an_exchange(traced):
-  server = Process()
-  pipe, end = FORKS.Pipe()
-  worker = FORKS.Process(target=wait_alone, args=(
-      traced, server.address, end, 1), daemon=True)
-  worker.start()
-  try:
-    watcher = make([tf.Variable([1.0, 2.0])], [server.address], "other", 2,
+  with Servers(1) as servers:
+    worker, pipe = servers.start(wait_alone, traced, servers.addresses[0], 1)
+    watcher = make([tf.Variable([1.0, 2.0])], servers.addresses, "other", 2,
                    wrapopt.LocalSGD)
     lead = watcher._exchanges.fragments[0].member._lead
     wait_until(lambda: lead.state()[0].workers == ("alone",), "no values")
@@ -256,9 +252,6 @@ def test_ctrl_c_ends_the_wait_for_an_exchange(traced):
     # The process ends while its values travel.
     worker.join(30)
     assert worker.exitcode == 0
-  finally:
-    worker.kill()
-    server.kill()
 
 
 def test_a_program_ends_while_values_travel():

@@ -165,8 +165,8 @@ class Books:
   def _check(self, before, center, members, velocity, rate, momentum):
     """Asserts that members have moved the center: the new velocity."""
     mean = np.average(
-        [local_worker.sample(local_worker.delta(name)) for name in members], axis=0,
-        weights=[local_worker.weight(name) for name in members])
+        [local_worker.sample(local_worker.delta(name)) for name in members],
+        axis=0, weights=[local_worker.weight(name) for name in members])
     # Roundings of some hundred steps.
     close = 1e-5 * (1 + np.abs(before).max())
     moved = (before - center) / rate

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import codes
-from local_parts import CodedOracle, FORKS, Oracle, Process, run_all
+from local_parts import CodedOracle, Oracle, run_all, Servers
 import wrapopt
 from wrapopt import server as server_module
 
@@ -71,27 +71,16 @@ def fit_on(k, servers, folder, die, pipe):
 def test_a_job_in_fit_that_was_killed(tmp_path):
   """New servers and workers go on from the backups, as if nothing was."""
   for die in True, False:
-    processes = [Process(), Process()]
-    pipes = []
-    try:
-      for k in range(2):
-        pipe, end = FORKS.Pipe()
-        processes.append(FORKS.Process(target=fit_on, args=(
-            k, [s.address for s in processes[:2]], tmp_path, die, end),
-                                       daemon=True))
-        processes[-1].start()
-        end.close()
-        pipes.append(pipe)
+    with Servers() as servers:
+      workers, pipes = zip(*[servers.start(
+          fit_on, k, servers.addresses, tmp_path, die) for k in range(2)])
       if die:
-        processes[-1].join(120)
-        assert processes[-1].exitcode == -signal.SIGKILL
+        workers[-1].join(120)
+        assert workers[-1].exitcode == -signal.SIGKILL
         assert all((tmp_path / f"{k}/local/center/checkpoint").exists()
                    for k in range(2))
       else:
         centers = [pipe.recv() for pipe in pipes]
-    finally:
-      for process in processes:
-        process.kill()
   oracle = Oracle(np.zeros(5))
   for r in range(ROUNDS):
     oracle.end_round(

@@ -1,7 +1,6 @@
 """The rule of DiLoCo in NumPy, and servers in processes of their own."""
 
 import collections
-import ctypes
 import itertools
 import multiprocessing
 import os
@@ -164,14 +163,15 @@ class Child:
     self._process.join()
 
 
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-
-
 def _run(namespace, target, args):
-  # The process that it is forked from ends with the one that started both.
-  ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
   if namespace:
     networks.join(namespace)
+
+  def end():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+  threading.Thread(target=end, daemon=True).start()
   target(*args)
 
 
@@ -188,6 +188,41 @@ class Process(Child):
     self.address = f"{host}:{self.port}"
 
 
+class Servers:
+  """Servers, and what else is started, until the end of a `with` block.
+
+  Attributes:
+    addresses: A list.
+  """
+
+  def __init__(self, number=2):
+    self._processes, self._others = [Process() for _ in range(number)], []
+    self.addresses = [p.address for p in self._processes]
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    for p in self._others + self._processes:
+      p.kill()
+
+  def start(self, target, *args):
+    """Starts a process: it, and the other end of the pipe, its last argument.
+    """
+    pipe, end = FORKS.Pipe()
+    self._others.append(Child(target, *args, end))
+    end.close()
+    return self._others[-1], pipe
+
+  def __getitem__(self, i):
+    return self._processes[i]
+
+  def restart(self, i=0):
+    """Kills one, and starts another on its port."""
+    self[i].kill()
+    self._processes[i] = Process(self[i].port)
+
+
 def _serve(port, start_secs, pipe):
   time.sleep(start_secs)
   started = server.start(port)
@@ -196,7 +231,7 @@ def _serve(port, start_secs, pipe):
     time.sleep(1)
 
 
-def wait_alone(traced, address, pipe, overlap_steps=0):
+def wait_alone(traced, address, overlap_steps, pipe):
   """A worker that waits for another until it is interrupted.
 
   Sends the name of the exception, then what the worker has of its round. With

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import (FORKS, MOMENTUM, Oracle, Process, RATE, run_all,
+from local_parts import (MOMENTUM, Oracle, RATE, run_all, Servers,
                          wait_alone)
 from processes import wait_until
 import wrapopt
@@ -224,23 +224,17 @@ def test_a_worker_that_fails_has_not_left():
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
 def test_a_server_that_is_restarted_is_told_who_has_left(lost):
-  processes = [Process(), Process()]
-  addresses = [p.address for p in processes]
-  try:
+  with Servers() as servers:
     new = lambda name: make(
-        wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], addresses, name, 2,
+        wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers.addresses, name, 2,
         sync_every=1, round_timeout_secs=20)
     local, other = new("a"), new("b")
     other.leave()
     local.step()
-    processes[lost].kill()
-    processes[lost] = Process(processes[lost].port)
+    servers.restart(lost)
     local.step()
     assert local.round == 2 and local.report.workers == ("a",)
     local.close()  # It would wait for servers that are gone.
-  finally:
-    for p in processes:
-      p.kill()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -365,28 +359,21 @@ def test_a_center_that_is_not_finite_is_an_error(tmp_path):
 @pytest.mark.parametrize("traced", [False, True])
 def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
   """Also in a round of a server that has stopped, with a deadline of 600 s."""
-  server = Process()
-  pipe, end = FORKS.Pipe()
-  worker = FORKS.Process(target=wait_alone, args=(traced, server.address, end),
-                         daemon=True)
-  worker.start()
-  try:
+  with Servers(1) as servers:
+    worker, pipe = servers.start(wait_alone, traced, servers.addresses[0], 0)
     watcher = make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
-                   [server.address], "other", 2)
+                   servers.addresses, "other", 2)
     [lead] = member(watcher)._servers
     while lead.state()[0].workers != ("alone",):
       pass
     if stopped:
-      os.kill(server.pid, signal.SIGSTOP)
+      servers[0].stop()
     os.kill(worker.pid, signal.SIGINT)
     assert pipe.poll(60) and pipe.recv() == "KeyboardInterrupt"
     w, steps, round_ = pipe.recv()
     # A function goes on to its end, without rounds.
     taken = 3 if traced else 1
     assert (w, steps, round_) == ([1.0 + taken, 2.0 + taken], taken, 0)
-  finally:
-    worker.kill()
-    server.kill()
 
 
 def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
@@ -607,25 +594,19 @@ def test_a_second_job_does_not_go_on_from_the_center_of_the_first(servers):
 
 def test_a_job_that_resumes_knows_no_other():
   """Its first worker cannot know whether another one has a later center."""
-  processes = [Process(), Process()]
-  addresses = [p.address for p in processes]
-  new = lambda name, x: make(
-      wrapopt.LocalSGD, [tf.Variable([x, x])], addresses, name, 2, sync_every=1,
-      min_workers=1, grace_secs=0, resume=True)
-  try:
+  with Servers() as servers:
+    new = lambda name, x: make(
+        wrapopt.LocalSGD, [tf.Variable([x, x])], servers.addresses, name, 2,
+        sync_every=1, min_workers=1, grace_secs=0, resume=True)
     local = new("a", 1.0)
     for lost in range(2):
       local.step()
-      processes[lost].kill()
-      processes[lost] = Process(processes[lost].port)
+      servers.restart(lost)
     local.step()
     other = new("b", 2.0)
     np.testing.assert_array_equal(other.variables[0], [1.0, 1.0])
     other.close()  # They would wait for servers that are gone.
     local.close()
-  finally:
-    for p in processes:
-      p.kill()
 
 
 def test_a_center_is_read_by_no_worker(servers):
@@ -1003,36 +984,28 @@ def test_a_server_ends_cleanly():
 
 
 def test_a_worker_waits_for_a_server_that_starts_later():
-  early = Process()
-  port = early.port
-  early.kill()
-  late = []
-  timer = threading.Timer(7.0, lambda: late.append(Process(port)))
-  timer.start()
-  try:
+  with Servers(1) as servers:
+    servers[0].kill()
+    timer = threading.Timer(7.0, servers.restart)
+    timer.start()
     # Longer than TensorFlow's session waits for a server.
-    local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], [early.address], "a", 1,
+    local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], servers.addresses, "a", 1,
                  round_timeout_secs=60)
     assert local.round == 0
     local.close()
-  finally:
     timer.join()
-    for p in late:
-      p.kill()
 
 
 def test_an_error_tells_what_is_at_the_addresses():
-  gone, stopped = Process(), Process()
-  gone.kill()
-  os.kill(stopped.pid, signal.SIGSTOP)
-  try:
+  with Servers() as servers:
+    stopped, gone = servers.addresses
+    servers[0].stop()
+    servers[1].kill()
     with pytest.raises(tf.errors.DeadlineExceededError) as raised:
-      make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
-           [stopped.address, gone.address], "a", 1, round_timeout_secs=1)
-  finally:
-    stopped.kill()
-  assert f"{stopped.address} does not answer" in str(raised.value)
-  assert f"{gone.address} refused the connection" in str(raised.value)
+      make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers.addresses, "a",
+           1, round_timeout_secs=1)
+  assert f"{stopped} does not answer" in str(raised.value)
+  assert f"{gone} refused the connection" in str(raised.value)
   assert "Start the servers that are missing" in str(raised.value)
 
 
@@ -1056,44 +1029,36 @@ def test_a_port_that_no_server_can_have(port, monkeypatch, capsys):
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
 def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
-  processes = [Process(), Process()]
-  addresses = [p.address for p in processes]
-  try:
+  with Servers() as servers:
     w = tf.Variable([1.0, 2.0, 3.0])
-    local = make(wrapopt.LocalSGD, [w], addresses, "a", 2, sync_every=1,
+    local = make(wrapopt.LocalSGD, [w], servers.addresses, "a", 2, sync_every=1,
                  min_workers=1, grace_secs=0)
     w.assign_add([1.0] * 3)
     local.step()
-    processes[lost].kill()
-    processes[lost] = Process(processes[lost].port)
+    servers.restart(lost)
     w.assign_add([1.0] * 3)
     local.step()
     # The worker held the center, and its values count.
     assert local.round == 2
     np.testing.assert_array_equal(w.numpy(), [3.0, 4.0, 5.0])
     fresh = tf.Variable([0.0] * 3)
-    make(wrapopt.LocalSGD, [fresh], addresses, "b", 2, sync_every=1)
+    make(wrapopt.LocalSGD, [fresh], servers.addresses, "b", 2, sync_every=1)
     np.testing.assert_array_equal(fresh.numpy(), [3.0, 4.0, 5.0])
     local.close()  # It would wait for servers that are gone.
-  finally:
-    for p in processes:
-      p.kill()
 
 
 def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
-  server = Process()
-  try:
+  with Servers(1) as servers:
     w = tf.Variable([0.0, 0.0])
     kwargs = {"sync_every": 1, "min_workers": 1, "round_timeout_secs": 10,
               "grace_secs": 0, "resume": True}
-    local = make(wrapopt.LocalSGD, [w], [server.address], "a", 2, **kwargs)
+    local = make(wrapopt.LocalSGD, [w], servers.addresses, "a", 2, **kwargs)
     for _ in range(3):
       w.assign_add([1.0, 1.0])
       local.step()
-    server.kill()
-    server = Process(server.port)
+    servers.restart()
     fresh = tf.Variable([-5.0, -5.0])
-    other = make(wrapopt.LocalSGD, [fresh], [server.address], "b", 2, **kwargs)
+    other = make(wrapopt.LocalSGD, [fresh], servers.addresses, "b", 2, **kwargs)
     assert other.round == 0
     w.assign_add([1.0, 1.0])
     local.step()
@@ -1103,20 +1068,17 @@ def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
     np.testing.assert_array_equal(fresh.numpy(), [4.0, 4.0])
     local.close()  # They would wait for servers that are gone.
     other.close()
-  finally:
-    server.kill()
 
 
 @pytest.mark.parametrize("begins", ["anew", "with its checkpoint"])
 def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     begins, tmp_path):
   """While a worker is away that holds a later center."""
-  server = Process()
-  try:
+  with Servers(1) as servers:
     def new(name, **kwargs):
       w = tf.Variable([0.0, 0.0])
       return w, make(
-          wrapopt.LocalSGD, [w], [server.address], name, 2, sync_every=1,
+          wrapopt.LocalSGD, [w], servers.addresses, name, 2, sync_every=1,
           min_workers=1, round_timeout_secs=2, grace_secs=0, resume=True,
           **kwargs)
 
@@ -1128,8 +1090,7 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     first = new("a")
     path = tf.train.Checkpoint(local=first[1]).save(str(tmp_path / "c"))
     train(*first, 2)
-    server.kill()
-    server = Process(server.port)
+    servers.restart()
     second = new("b", checkpoint=path if begins != "anew" else None)
     train(*second, 1)
     train(*first, 1)  # It gives its center of round 2.
@@ -1137,8 +1098,7 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     train(*second, 1)  # It takes that of round 3.
     assert second[1].round == 3 and second[0].numpy()[0] == 3.0
     first[1].close()
-    server.kill()
-    server = Process(server.port)
+    servers.restart()
     second = new("b")  # As a process that knows nothing.
     train(*second, 4)
     with pytest.raises(tf.errors.InvalidArgumentError, match=(
@@ -1149,22 +1109,18 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     assert new("a")[1].round == second[1].round == 5
     for _, local in first, second:
       local.close()  # They would wait for servers that are gone.
-  finally:
-    server.kill()
 
 
 @pytest.mark.parametrize("lost", ["one", "the lead", "all", "none"])
 def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
   """And maybe some servers with them."""
-  processes = [Process(), Process()]
-  addresses = [p.address for p in processes]
-  folder = tmp_path / "local"
-  try:
+  with Servers() as servers:
+    folder = tmp_path / "local"
     def new(**kwargs):
       w = tf.Variable([0.0] * 4)
-      return w, make(wrapopt.DiLoCo, [w], addresses, "a", 1, sync_every=1,
-                     round_timeout_secs=4, resume=True, checkpoint=folder,
-                     **kwargs)
+      return w, make(wrapopt.DiLoCo, [w], servers.addresses, "a", 1,
+                     sync_every=1, round_timeout_secs=4, resume=True,
+                     checkpoint=folder, **kwargs)
 
     def train(w, local, rounds):
       for _ in range(rounds):
@@ -1178,8 +1134,7 @@ def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
     want = train(w, local, 1)
     local.close()
     for i in {"one": [1], "the lead": [0], "all": [0, 1], "none": []}[lost]:
-      processes[i].kill()
-      processes[i] = Process(processes[i].port)
+      servers.restart(i)
     w, local = new()
     if lost == "none":  # The servers have a later center.
       assert local.round == 3
@@ -1188,9 +1143,6 @@ def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
       train(w, local, 1)  # Also with the velocity of the checkpoint.
     np.testing.assert_array_equal(w, want)
     local.close()  # It would wait for servers that are gone.
-  finally:
-    for p in processes:
-      p.kill()
 
 
 def test_a_checkpoint_of_other_variables_is_an_error(tmp_path):
@@ -1223,11 +1175,9 @@ def test_a_checkpoint_of_other_variables_is_an_error(tmp_path):
 
 
 def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
-  processes = [Process(), Process()]
-  addresses = [p.address for p in processes]
-  try:
+  with Servers() as servers:
     w = tf.Variable([0.0] * 4)
-    local = make(wrapopt.DiLoCo, [w], addresses, "a", 1, sync_every=1)
+    local = make(wrapopt.DiLoCo, [w], servers.addresses, "a", 1, sync_every=1)
 
     def go():
       begin = w.numpy()
@@ -1236,31 +1186,25 @@ def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
       return w.numpy() - begin
 
     np.testing.assert_allclose(go(), [-1.33] * 4, rtol=1e-6)
-    processes[1].kill()
-    processes[1] = Process(processes[1].port)
+    servers.restart(1)
     with caplog.at_level("WARNING", "tensorflow"):
       moved = go()
     assert "outer momentum of server" in caplog.text
     # b = 1.9 where the velocity was kept, and 1 where it was lost.
     np.testing.assert_allclose(moved, [-1.897] * 2 + [-1.33] * 2, rtol=1e-6)
     local.close()  # It would wait for servers that are gone.
-  finally:
-    for p in processes:
-      p.kill()
 
 
 def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
   """Servers that start again take the later center: the worker's."""
-  server = Process()
-  try:
+  with Servers(1) as servers:
     w = tf.Variable([0.0] * 2)
-    local = make(wrapopt.LocalSGD, [w], [server.address], "a", 1, sync_every=1)
+    local = make(wrapopt.LocalSGD, [w], servers.addresses, "a", 1, sync_every=1)
     path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
     for _ in range(2):
       w.assign_add([1.0] * 2)
       local.step()
-    server.kill()
-    server = Process(server.port)
+    servers.restart()
     w.assign_add([1.0] * 2)
     local.step()  # Gives its center of round 2, and takes part in the round.
     assert local.round == 3
@@ -1269,29 +1213,21 @@ def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
     assert local.round == 3
     np.testing.assert_array_equal(w.numpy(), [3.0] * 2)
     local.close()  # It would wait for servers that are gone.
-  finally:
-    server.kill()
 
 
 def test_a_fresh_worker_never_replaces_a_lost_part():
-  processes = [Process(), Process()]
-  addresses = [p.address for p in processes]
-  try:
+  with Servers() as servers:
     w = tf.Variable([1.0, 2.0, 3.0])
-    local = make(wrapopt.LocalSGD, [w], addresses, "a", 2, sync_every=1,
+    local = make(wrapopt.LocalSGD, [w], servers.addresses, "a", 2, sync_every=1,
                  min_workers=1, grace_secs=0)
     local.step()
-    processes[1].kill()
-    processes[1] = Process(processes[1].port)
+    servers.restart(1)
     with pytest.raises(tf.errors.DeadlineExceededError,
                        match="have lost their center"):
-      make(wrapopt.LocalSGD, [tf.Variable([9.0] * 3)], addresses, "b", 2,
-           round_timeout_secs=2)
+      make(wrapopt.LocalSGD, [tf.Variable([9.0] * 3)], servers.addresses, "b",
+           2, round_timeout_secs=2)
     local.step()
     fresh = tf.Variable([9.0] * 3)
-    make(wrapopt.LocalSGD, [fresh], addresses, "b", 2)
+    make(wrapopt.LocalSGD, [fresh], servers.addresses, "b", 2)
     np.testing.assert_array_equal(fresh.numpy(), [1.0, 2.0, 3.0])
     local.close()  # It would wait for servers that are gone.
-  finally:
-    for p in processes:
-      p.kill()
