@@ -3,11 +3,12 @@
     python local_chaos.py --workers 2 4 8 --rates 70 700 --minutes 10
 
 In jobs of two servers and some workers, random processes are killed or stopped,
-and their links go down, as a Poisson process. For each rate, jobs of all sizes
-run at the same time. Workers mostly sleep in their inner steps, as if another
-device computed, so all may share a machine. Killed processes start again at
-once: in half of the jobs by a fork, and in half of them they sleep before for
-as long as a process needs to import TensorFlow.
+and their links go down, as a Poisson process. Step efficiency is the number of
+inner steps that ended in a center, over that of a job without faults at the
+same time. For each rate, jobs of all sizes run at once. Workers mostly sleep in
+their inner steps, as if another device computed, so all may share a machine.
+Killed processes start again at once: in half of the jobs by a fork, and in half
+of them they sleep before for as long as a process needs to import TensorFlow.
 
 Links need network namespaces. If there can be none, it says so, and links stay
 up.
@@ -67,19 +68,21 @@ class Chaos:
     self._down = {}  # By name: what resumes it.
     self.faults, self.ends, self.starts = [], [], []
 
-  def run(self, rate, quiet_secs, secs):
-    """Trains without faults, then with so many in an hour."""
+  def run(self, rate, secs):
+    """Trains with so many faults in an hour."""
     job = self._job
     try:
       job.start_all()
       for name in job.names:
+        # The second round, as the first one waits for the start of all.
         job.wait_for_counted(name, 0)
+        job.wait_for_counted(name, len(job.lines(name)))
       self.begun = time.monotonic()
-      time.sleep(quiet_secs)
-      self.quiet_until = time.monotonic()
-      self.until = self.quiet_until + secs
-      self._push(self.quiet_until, self._fault, rate)
-      while self._due and self._due[0][0] < self.until:
+      self.until = self.begun + secs
+      if rate:
+        self._push(self._next(rate), self._fault, rate)
+      self._push(self.until, lambda: None)
+      while self._due and self._due[0][0] <= self.until:
         at, _, call, *args = heapq.heappop(self._due)
         while time.monotonic() < at:
           time.sleep(min(0.05, max(at - time.monotonic(), 0)))
@@ -96,12 +99,15 @@ class Chaos:
   def _push(self, at, call, *args):
     heapq.heappush(self._due, (at, next(self._order), call, *args))
 
+  def _next(self, rate):
+    return time.monotonic() + self._random.expovariate(rate / 3600)
+
   def _fault(self, rate):
     now = time.monotonic()
-    self._push(now + self._random.expovariate(rate / 3600), self._fault, rate)
+    self._push(self._next(rate), self._fault, rate)
     kind = self._random.choice(self._kinds)
     up = [n for n in self._names if n not in self._down]
-    if not up or not rate:
+    if not up:
       return
     name = self._random.choice(up)
     self.faults.append((now, kind, name))
@@ -141,8 +147,7 @@ class Result:
   """What became of a job.
 
   Attributes:
-    efficiency: Inner steps in a center, over those of the same time without
-      faults.
+    rate: Inner steps in a center, per second.
     recoveries: For each worker that was killed, the rounds until it counts: 1
       if it counts in the first one after it has taken the center.
     commits: For each fault and survivor, the seconds until it counts.
@@ -156,10 +161,8 @@ class Result:
     assert books.momenta_lost <= lost, (books.momenta_lost, lost)
     self.lost_momenta = books.momenta_lost
     self.faults, self.ends = chaos.faults, chaos.ends
-    quiet = self._rate(*books.steps(chaos.begun, chaos.quiet_until))
-    self.rate = self._rate(*books.steps(chaos.quiet_until, chaos.until))
-    self.ideal = quiet
-    self.efficiency = self.rate / quiet
+    steps, secs = books.steps(chaos.begun, chaos.until)
+    self.rate = steps / secs
     self.recoveries, self.commits = [], []
     of = {}
     for line in sorted(lines, key=lambda line: line["time"]):
@@ -184,10 +187,6 @@ class Result:
     self._check_checkpoints(lines)
 
   @staticmethod
-  def _rate(steps, secs):
-    return steps / secs if secs else float("nan")
-
-  @staticmethod
   def _check_checkpoints(lines):
     saved = [(line["time"], line["saved"]) for line in lines if "saved" in line]
     for line in lines:
@@ -196,12 +195,13 @@ class Result:
         assert line["place"][0] >= least, (
             f"the center fell behind the checkpoint of round {least}: {line}")
 
-  def row(self):
+  def row(self, control):
+    """The columns of a table, with the Result of a job without faults."""
     kinds = [kind for _, kind, _ in self.faults]
     most = lambda xs: f"{max(xs):.1f}" if xs else "-"
     return [f"{kinds.count('kill')} / {kinds.count('pause')} / "
             f"{kinds.count('cut')}", len(self.ends),
-            f"{100 * self.efficiency:.1f} %",
+            f"{100 * self.rate / control.rate:.1f} %",
             " ".join(f"{n}: {self.recoveries.count(n)}"
                      for n in sorted({*self.recoveries})) or "-",
             f"{np.median(self.commits):.1f}" if self.commits else "-",
@@ -226,9 +226,7 @@ def main(argv=None):
   parser.add_argument("--rates", type=float, nargs="+", default=[70, 700],
                       help="faults in an hour, of each job")
   parser.add_argument("--minutes", type=float, default=10,
-                      help="with faults, of each rate")
-  parser.add_argument("--quiet-secs", type=float, default=60,
-                      help="without faults, before")
+                      help="of each rate")
   parser.add_argument("--algorithm", choices=local_job.RULES, default="DiLoCo")
   parser.add_argument("--start-secs", type=float, nargs="+",
                       help="by default 0 and what an import takes here")
@@ -246,22 +244,22 @@ def main(argv=None):
         "most, s | momenta lost | unseen |", flush=True)
   for rate in args.rates:
     cases = list(itertools.product(args.start_secs, args.workers))
-    with futures.ThreadPoolExecutor(len(cases)) as pool:
+    with futures.ThreadPoolExecutor(len(cases) + len(args.workers)) as pool:
 
-      def run(i, case):
-        secs, n = case
-        of_job = pathlib.Path(
-            args.folder or tempfile.mkdtemp(), f"{rate:g}_{n}_{secs:.0f}")
+      def run(secs, n, faults):
+        of_job = pathlib.Path(args.folder or tempfile.mkdtemp(),
+                              f"{faults:g}_{rate:g}_{n}_{secs:.0f}")
         of_job.mkdir(parents=True)
         chaos = Chaos(n, of_job, secs, args.algorithm, not NO_NETWORKS,
-                      args.seed + i)
-        return chaos.run(rate, args.quiet_secs, 60 * args.minutes)
+                      f"{args.seed} {faults} {secs} {n}")
+        return pool.submit(chaos.run, faults, 60 * args.minutes)
 
-      results = [pool.submit(run, i, case) for i, case in enumerate(cases)]
+      controls = {n: run(0, n, 0) for n in args.workers}
+      results = [run(*case, rate) for case in cases]
       for (secs, n), result in zip(cases, results):
         print("|", " | ".join(map(str, [
-            f"{rate:g}", n, f"{secs:.1f} s", *result.result().row()])), "|",
-            flush=True)
+            f"{rate:g}", n, f"{secs:.1f} s",
+            *result.result().row(controls[n].result())])), "|", flush=True)
 
 
 if __name__ == "__main__":

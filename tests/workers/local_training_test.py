@@ -989,8 +989,8 @@ def test_a_worker_waits_for_a_server_that_starts_later():
     timer = threading.Timer(7.0, servers.restart)
     timer.start()
     # Longer than TensorFlow's session waits for a server.
-    local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], servers.addresses, "a", 1,
-                 round_timeout_secs=60)
+    local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], servers.addresses, "a",
+                 1, round_timeout_secs=60)
     assert local.round == 0
     local.close()
     timer.join()
@@ -1025,49 +1025,6 @@ def test_a_port_that_no_server_can_have(port, monkeypatch, capsys):
     with pytest.raises(SystemExit):
       server_module.main()
   assert str(raised.value) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
-def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
-  with Servers() as servers:
-    w = tf.Variable([1.0, 2.0, 3.0])
-    local = make(wrapopt.LocalSGD, [w], servers.addresses, "a", 2, sync_every=1,
-                 min_workers=1, grace_secs=0)
-    w.assign_add([1.0] * 3)
-    local.step()
-    servers.restart(lost)
-    w.assign_add([1.0] * 3)
-    local.step()
-    # The worker held the center, and its values count.
-    assert local.round == 2
-    np.testing.assert_array_equal(w.numpy(), [3.0, 4.0, 5.0])
-    fresh = tf.Variable([0.0] * 3)
-    make(wrapopt.LocalSGD, [fresh], servers.addresses, "b", 2, sync_every=1)
-    np.testing.assert_array_equal(fresh.numpy(), [3.0, 4.0, 5.0])
-    local.close()  # It would wait for servers that are gone.
-
-
-def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
-  with Servers(1) as servers:
-    w = tf.Variable([0.0, 0.0])
-    kwargs = {"sync_every": 1, "min_workers": 1, "round_timeout_secs": 10,
-              "grace_secs": 0, "resume": True}
-    local = make(wrapopt.LocalSGD, [w], servers.addresses, "a", 2, **kwargs)
-    for _ in range(3):
-      w.assign_add([1.0, 1.0])
-      local.step()
-    servers.restart()
-    fresh = tf.Variable([-5.0, -5.0])
-    other = make(wrapopt.LocalSGD, [fresh], servers.addresses, "b", 2, **kwargs)
-    assert other.round == 0
-    w.assign_add([1.0, 1.0])
-    local.step()
-    assert local.round == 4
-    np.testing.assert_array_equal(w.numpy(), [4.0, 4.0])
-    other.step()
-    np.testing.assert_array_equal(fresh.numpy(), [4.0, 4.0])
-    local.close()  # They would wait for servers that are gone.
-    other.close()
 
 
 @pytest.mark.parametrize("begins", ["anew", "with its checkpoint"])
