@@ -312,11 +312,11 @@ BLOCKS = {
         ("x first", "x_first", "DiLoCo"),
         ("MB of the server at the peak", "peak_megabytes", "DiLoCo"),
         ("bytes for each worker more", "bytes:,.0f", "DiLoCo")]),
-    "links": _Block("links", {"megabits": "megabits a second"}, [
+    "links": _Block("links-10 links", {"megabits": "megabits a second"}, [
         (who, "computes", who) for who in (
             "torchft, published", "plain", "bfloat16", "int8", "int4",
             "int4, 120 steps overlap")]),
-    "links-bytes": _Block("links", {"megabits": "megabits a second"}, [
+    "links-bytes": _Block("links-10 links", {"megabits": "megabits a second"}, [
         (who, "sent", who) for who in ("plain", "bfloat16", "int8", "int4")]),
     "keras": _keras("keras"),
     "keras-gpu": _keras("keras-gpu"),
