@@ -154,13 +154,16 @@ def keras_gated_step():
   return take
 
 
+# Every step of tf.compat.v1 has the wrapper's `_take` in its middle, and a rule
+# asks the gate of the step.
+STEP = {"_take", "accept"}
 # The hooks of a Keras wrapper, which Keras's own step lies around.
 FOLLOWER = {"_averages_of", "_note_update", "_take", "inner_optimizer"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
-    (lambda: v1_step(lambda opt, step: moving(opt)), 6, set()),
-    (gated_step, 8, set()), (keras_step, 6, FOLLOWER),
+    (lambda: v1_step(lambda opt, step: moving(opt)), 7, STEP),
+    (gated_step, 8, STEP), (keras_step, 6, FOLLOWER),
     # `where` calls the function that it gets.
     (keras_gated_step, 8, FOLLOWER | {"_admit", "_checks", "take"})],
                          ids=["v1", "gated", "keras", "keras_gated"])

@@ -27,10 +27,10 @@ _GATHER = "ResourceGather"
 _IN_PLACE = ("Identity", "RefIdentity")
 
 
-def copy_of(ref):
+def copy_of(ref, name=None):
   """A copy of a ref variable's value, which steps do not change."""
   with tf1.get_default_graph().gradient_override_map({_COPY: "Identity"}):
-    return tf.raw_ops.DeepCopy(x=ref)
+    return tf.raw_ops.DeepCopy(x=ref, name=name)
 
 
 def is_in_place(tensor):
