@@ -67,7 +67,7 @@ using HeardPtr = std::shared_ptr<Heard>;
 
 bool Stage(IntRounds* server, const std::string& worker, const Known& known,
            int value) {
-  return server->Stage(worker, known, 1, 1, 0, {value});
+  return server->Stage(worker, known, value + 0.5, 1, 0, {value});
 }
 
 RoundsStatus Next(IntRounds* server) {
@@ -81,7 +81,10 @@ int End(IntRounds* server, const Known& known) {
   EXPECT_EQ(server->CheckClosed(known, &is_open).message, "");
   if (!is_open) return -1;
   int sum = 0;
-  for (const auto& member : server->TakeValues()) sum += member.values[0];
+  for (const auto& member : server->TakeValues()) {
+    sum += member.values[0];
+    EXPECT_EQ(member.weight, member.values[0] + 0.5);
+  }
   EXPECT_TRUE(Next(server).ok());
   return sum;
 }

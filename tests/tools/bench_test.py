@@ -377,8 +377,8 @@ def test_links(has_hosts, monkeypatch, tmp_path):
   assert plain["megabits"] == ("50" if has_hosts else "no limit")
   for result in plain, ahead:
     assert 0 < result["computes"] < 1
-  # Of 176,000 bytes: what one and a half of them need with TCP's headers; the
-  # loopback device counts all workers, and what they send themselves.
+  # The model has 176,000 bytes. A host sends 1.5 times as many, and headers.
+  # The loopback device counts those of all workers.
   assert plain["sent"] > 1.5 * 0.176
   assert has_hosts == (plain["sent"] < 2 * 0.176)
   assert ahead["sent"] < 0.5 * plain["sent"]

@@ -824,7 +824,7 @@ def test_a_second_try_counts_nothing(mode, monkeypatch):
 
 
 def test_tokens(monkeypatch):
-  """Of each place in a function that runs once in a try."""
+  """Each place in a function that runs once in a try has a token of its own."""
   step = tf.Variable(0, dtype=tf.int64)
   assert _tokens._of_closure() == _tokens.NONE
   monkeypatch.setattr(_tokens, "_counted", itertools.count(32**7 - 1))

@@ -26,15 +26,11 @@ import sys
 import tempfile
 import time
 
-# pylint: disable=wrong-import-position
-import networks
-
-NO_NETWORKS = __name__ == "__main__" and networks.enter_alone()
-
 import numpy as np
 
 import chaos_link
 import local_job
+from wrapopt.bench import hosts
 
 ROUND_SECS = 3.0
 STEPS = 15  # Of the slower workers: 200 ms each, and 100 ms of the others.
@@ -54,7 +50,9 @@ class Chaos:
   def __init__(self, num_workers, folder, start_secs, algorithm="DiLoCo",
                has_links=False, seed=0):
     names = ["s0", "s1", *(f"w{i}" for i in range(num_workers))]
-    self._links = {n: networks.Link() for n in names} if has_links else {}
+    self._hosts = hosts.Hosts(len(names) if has_links else 0)
+    self._hosts.__enter__()  # Until `run` ends.
+    self._links = dict(zip(names, self._hosts.hosts))
     self._job = local_job.Job(
         num_workers, folder, self._links,
         (2222, 2222) if has_links else chaos_link.free_ports(2),
@@ -92,8 +90,7 @@ class Chaos:
       job.end()
     finally:
       job.close()
-      for link in self._links.values():
-        link.close()
+      self._hosts.__exit__()
     return Result(self, job.all_lines())
 
   def _push(self, at, call, *args):
@@ -144,7 +141,7 @@ class Chaos:
 
 
 class Result:
-  """What became of a job.
+  """The figures of a job that has ended.
 
   Attributes:
     rate: Inner steps in a center, per second.
@@ -233,9 +230,9 @@ def main(argv=None):
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--folder", help="for the logs of the workers")
   args = parser.parse_args(argv)
-  if NO_NETWORKS:
-    print(f"Links stay up: there are no network namespaces: {NO_NETWORKS}",
-          flush=True)
+  no_links = hosts.missing()
+  if no_links:
+    print(f"Links stay up: {no_links}", flush=True)
   if args.start_secs is None:
     args.start_secs = [0, import_secs()]
   print(vars(args), flush=True)
@@ -250,7 +247,7 @@ def main(argv=None):
         of_job = pathlib.Path(args.folder or tempfile.mkdtemp(),
                               f"{faults:g}_{rate:g}_{n}_{secs:.0f}")
         of_job.mkdir(parents=True)
-        chaos = Chaos(n, of_job, secs, args.algorithm, not NO_NETWORKS,
+        chaos = Chaos(n, of_job, secs, args.algorithm, not no_links,
                       f"{args.seed} {faults} {secs} {n}")
         return pool.submit(chaos.run, faults, 60 * args.minutes)
 

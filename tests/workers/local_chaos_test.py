@@ -28,7 +28,7 @@ def test_random_faults(algorithm, tmp_path):
 
 
 def lines(rounds=6):
-  """Those of a job of two workers, whose second one is killed in round 3."""
+  """Log lines of a job of two workers; the second one is killed in round 3."""
   found, center, velocity = [], np.zeros(7), np.zeros(7)
 
   def note(name, round_, **facts):

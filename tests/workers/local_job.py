@@ -28,7 +28,7 @@ class Job:
     Args:
       num_workers: The number of workers.
       folder: For its files.
-      links: {name: networks.Link} of all processes, or None.
+      links: {name: hosts.Host} of all processes, or None.
       ports: Those of the servers.
       **settings: Fields of local_worker.Settings, but `start_secs`.
     """
@@ -55,7 +55,7 @@ class Job:
           local_worker.run, name,
           self._settings._replace(start_secs=start_secs), **network)
     else:
-      host = {"host": link.host} if link else {}
+      host = {"host": link.address} if link else {}
       port = self._ports[int(name[1:])]
       self.tasks[name] = Process(port, start_secs=start_secs, waits=waits,
                                  **host, **network)
@@ -104,7 +104,7 @@ class Job:
 
 
 class Books:
-  """What a job has done, of the lines of its workers' logs.
+  """Reads in the logs of a job's workers what the job has done.
 
   A place is (round, generation) of a center. The center of a round may be made
   in several generations, if servers lose it.
@@ -177,7 +177,7 @@ class Books:
     new = np.empty_like(mean)
     for part in local_worker.PARTS:
       options = []
-      # That of a server which was lost is 0.
+      # A server that was lost begins with a velocity of 0.
       for v in velocity[part], np.zeros_like(velocity[part]):
         v = momentum * v - mean[part]
         options.append((np.abs(rate * (momentum * v - mean[part]) -

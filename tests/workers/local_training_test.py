@@ -21,6 +21,7 @@ from local_parts import (MOMENTUM, Oracle, RATE, run_all, Servers,
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
+from wrapopt._local import _exchanges
 from wrapopt._local import _server
 
 
@@ -56,6 +57,33 @@ def test_first_outer_step_goes_1_33_of_the_way_to_the_mean():
   w.assign_sub(1.0)
   local.step()
   assert w.numpy() == pytest.approx(-0.33 - 0.7 * 2.71, abs=1e-6)
+
+
+def test_all_servers_are_called_at_once(servers, monkeypatch):
+  w = tf.Variable(tf.zeros([9]))
+  local = make(wrapopt.LocalSGD, [w], servers, "w0", 1, sync_every=1)
+  for name in "stage", "_read":
+
+    def call(*args, of=getattr(_server.Server, name),
+             all_here=threading.Barrier(len(servers))):
+      all_here.wait(30)
+      return of(*args)
+
+    monkeypatch.setattr(_server.Server, name, call)
+  w.assign_add(tf.ones([9]))
+  local.step()
+  assert local.report.counted
+  np.testing.assert_array_equal(w, np.ones(9))
+
+
+@pytest.mark.parametrize("values, is_finite", [
+    (np.full(9, 6e4, np.float16), True), (np.full(9, 3e38, np.float32), True),
+    (np.float32(), True), (np.zeros([0, 2]), True),
+    (np.array([1, math.nan]), False),
+    (np.array([math.inf, -math.inf], np.float32), False)])
+def test_numbers_are_finite_whose_sum_is_not(values, is_finite):
+  w = tf.Variable(0.0)
+  assert (_exchanges.not_finite([w], [values]) is None) == is_finite
 
 
 @pytest.mark.parametrize("rule", ["DiLoCo", "LocalSGD"])

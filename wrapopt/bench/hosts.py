@@ -1,18 +1,16 @@
 """Hosts on one machine: network namespaces of Linux, with a link each."""
 
-import os
 import subprocess
 
 
 def missing():
   """Why this process can't make hosts: a text, "" if it can."""
-  if os.geteuid() != 0:
-    return "only root may make network namespaces"
   try:
     with Hosts(1) as hosts:
       hosts.shape(1)
   except (OSError, subprocess.CalledProcessError) as e:
-    return f"no network namespaces (`ip`, `tc` of iproute2): {e}"
+    return ("root may make network namespaces, with `ip` and `tc` of iproute2: "
+            f"{e}")
   return ""
 
 
@@ -20,64 +18,95 @@ class Hosts:
   """A context with hosts, whose links meet in a switch.
 
   Attributes:
-    addresses: The IP address of each host.
+    hosts: A list of Hosts.
   """
 
-  DEVICE = "uplink"  # Its name in each host.
-
   def __init__(self, count):
-    self.addresses = [f"10.213.0.{k + 1}" for k in range(count)]
-    # Others may make hosts on this machine, too.
-    self._switch, *self._names = [
-        f"wrapopt-{os.getpid()}-{name}" for name in ["switch", *range(count)]]
+    self._count = count
 
   def __enter__(self):
+    self._switch, self.hosts = None, []
     try:
-      for name in [self._switch, *self._names]:
-        _call("ip", "netns", "add", name)
-      self._at_switch("ip", "link", "add", "bridge", "type", "bridge")
-      self._at_switch("ip", "link", "set", "bridge", "up")
-      for k, name in enumerate(self._names):
-        self._at_switch("ip", "link", "add", f"port{k}", "type", "veth", "peer",
-                        "name", self.DEVICE, "netns", name)
-        self._at_switch("ip", "link", "set", f"port{k}", "master", "bridge")
-        self.connect(k, True)
-        for command in (
-            ["ip", "address", "add", f"{self.addresses[k]}/24", "dev",
-             self.DEVICE],
-            ["ip", "link", "set", self.DEVICE, "up"],
-            ["ip", "link", "set", "lo", "up"]):
-          _call(*self.command(k, command))
+      self._switch = _Namespace()
+      self._switch.call("ip", "link", "add", "bridge", "type", "bridge")
+      self._switch.call("ip", "link", "set", "dev", "bridge", "up")
+      for k in range(self._count):
+        self.hosts.append(Host(self._switch, k))
     except BaseException:
       self.__exit__()
       raise
     return self
 
   def __exit__(self, *_):
-    for name in [self._switch, *self._names]:
-      subprocess.run(["ip", "netns", "delete", name], check=False,
-                     capture_output=True)
-
-  def command(self, k, command):
-    """The command that runs `command`, a list, on host k."""
-    return ["ip", "netns", "exec", self._names[k], *command]
+    for namespace in [self._switch, *self.hosts]:
+      if namespace:
+        namespace.close()
 
   def shape(self, megabits):
     """Limits all links to so many megabits a second, each way."""
-    limit = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb",
-             "latency", "100ms"]
-    for k in range(len(self._names)):
-      self._at_switch("tc", "qdisc", "replace", "dev", f"port{k}", *limit)
-      _call(*self.command(
-          k, ["tc", "qdisc", "replace", "dev", self.DEVICE, *limit]))
-
-  def connect(self, k, is_up):
-    """Plugs the link of host k in or out: no end gets to know."""
-    self._at_switch("ip", "link", "set", f"port{k}", "up" if is_up else "down")
-
-  def _at_switch(self, *command):
-    _call("ip", "netns", "exec", self._switch, *command)
+    for host in self.hosts:
+      host.shape(megabits)
 
 
-def _call(*command):
-  subprocess.run(command, check=True, capture_output=True)
+class _Namespace:
+  """A network namespace, which ends with this process.
+
+  Attributes:
+    pid: A process in it.
+  """
+
+  def __init__(self):
+    self._process = subprocess.Popen(  # pylint: disable=consider-using-with
+        ["unshare", "-n", "sh", "-c", "echo; exec cat"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    self._process.stdout.readline()  # It is in the namespace.
+    self.pid = self._process.pid
+
+  def command(self, *command):
+    """The command that runs another one here."""
+    return ["nsenter", "-t", str(self.pid), "-n", *command]
+
+  def call(self, *command):
+    subprocess.run(self.command(*command), check=True, capture_output=True)
+
+  def close(self):
+    self._process.communicate()
+
+
+class Host(_Namespace):
+  """A host, whose link is up.
+
+  Attributes:
+    address: Its IP address.
+  """
+
+  DEVICE = "uplink"
+
+  def __init__(self, switch, number):
+    super().__init__()
+    self._switch, self._port = switch, f"port{number}"
+    self.address = f"10.77.{number // 250}.{number % 250 + 1}"
+    try:
+      switch.call("ip", "link", "add", self._port, "type", "veth", "peer",
+                  "name", self.DEVICE, "netns", str(self.pid))
+      switch.call("ip", "link", "set", "dev", self._port, "master", "bridge")
+      self.resume()
+      self.call("ip", "address", "add", f"{self.address}/16", "dev",
+                self.DEVICE)
+      for device in self.DEVICE, "lo":
+        self.call("ip", "link", "set", "dev", device, "up")
+    except BaseException:
+      self.close()
+      raise
+
+  def shape(self, megabits):
+    for place, device in (self, self.DEVICE), (self._switch, self._port):
+      place.call("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate",
+                 f"{megabits}mbit", "burst", "64kb", "latency", "100ms")
+
+  def stop(self):
+    """Nothing gets through, but connections stay."""
+    self._switch.call("ip", "link", "set", "dev", self._port, "down")
+
+  def resume(self):
+    self._switch.call("ip", "link", "set", "dev", self._port, "up")

@@ -68,16 +68,16 @@ def contests(options):
 class _Loopback:
   """Hosts that are this one."""
 
-  DEVICE = "lo"
-  addresses = ["localhost"] * _WORKERS
+  DEVICE, address = "lo", "localhost"
 
   def __enter__(self):
+    self.hosts = [self] * _WORKERS
     return self
 
   def __exit__(self, *_):
     pass
 
-  def command(self, _, command):
+  def command(self, *command):
     return command
 
   def shape(self, _):
@@ -123,21 +123,19 @@ class _Workers:
   """A context with a process for each worker and for each server."""
 
   def __init__(self, hosts):
-    self._hosts = hosts
+    self._hosts = hosts.hosts
 
   def __enter__(self):
     self._processes = []
-    ports = [_PORT + k for k in range(_WORKERS)]
-    addresses = [f"{host}:{port}"
-                 for host, port in zip(self._hosts.addresses, ports)]
+    addresses = [f"{host.address}:{_PORT + k}"
+                 for k, host in enumerate(self._hosts)]
     try:
-      for k, port in enumerate(ports):
+      for k, host in enumerate(self._hosts):
         for module, *arguments in (
-            ["wrapopt.server", "--port", str(port)],
-            [__name__, str(k), self._hosts.DEVICE, *addresses]):
+            ["wrapopt.server", "--port", str(_PORT + k)],
+            [__name__, str(k), host.DEVICE, *addresses]):
           self._processes.append(subprocess.Popen(
-              self._hosts.command(
-                  k, [sys.executable, "-m", module, *arguments]),
+              host.command(sys.executable, "-m", module, *arguments),
               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
       for process in self._processes:
         process.stdout.readline()  # It is ready.
@@ -199,10 +197,10 @@ class _Worker:
 
   def _counted(self):
     """The bytes that this host's device has sent and received."""
-    for way in "tx", "rx":
-      with open(f"/sys/class/net/{self._device}/statistics/{way}_bytes",
-                encoding="utf-8") as file:
-        yield int(file.read())
+    with open("/proc/net/dev", encoding="utf-8") as file:
+      counts, = (line.split() for line in file
+                 if line.split()[0] == f"{self._device}:")
+    return int(counts[9]), int(counts[1])
 
 
 def _work(*arguments):
