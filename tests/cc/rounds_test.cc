@@ -757,9 +757,9 @@ TEST(Rounds, AWorkerThatStops) {
     Known known;
     if (goes_on()) known = f.Enter("b", {0, 1})->known;
     if (goes_on()) f.other->Follow(known);
-    if (goes_on()) f.other->Stage("b", known, 1, 1, 0, {2});
+    if (goes_on()) f.other->Stage("b", known, 2.5, 1, 0, {2});
     if (goes_on()) f.lead->Stage("b", known, 1, 2, 0, {0});
-    if (goes_on()) f.lead->Stage("b", known, 1, 1, 0, {2});
+    if (goes_on()) f.lead->Stage("b", known, 2.5, 1, 0, {2});
     const bool is_member = goes_on() && f.Arrive("b", known);
     if (goes_on()) f.other->Follow(f.now);
 
