@@ -35,7 +35,6 @@ from wrapopt.bench import harness
 from wrapopt.bench import hosts as hosts_module
 
 _WORKERS = 4
-_PORT = 2222
 _VARIABLES, _NUMBERS = 44, 700_000
 _STEPS, _STEP_SECS = 128, 0.03
 _RATES = (10, 50, 200, 1000)
@@ -126,19 +125,21 @@ class _Workers:
     self._hosts = hosts.hosts
 
   def __enter__(self):
-    self._processes = []
-    addresses = [f"{host.address}:{_PORT + k}"
-                 for k, host in enumerate(self._hosts)]
+    self._processes, self._workers = [], []
+
+    def start(host, *arguments):
+      self._processes.append(subprocess.Popen(
+          host.command(sys.executable, "-m", *arguments),
+          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+      return self._processes[-1]
+
     try:
-      for k, host in enumerate(self._hosts):
-        for module, *arguments in (
-            ["wrapopt.server", "--port", str(_PORT + k)],
-            [__name__, str(k), host.DEVICE, *addresses]):
-          self._processes.append(subprocess.Popen(
-              host.command(sys.executable, "-m", module, *arguments),
-              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-      for process in self._processes:
-        process.stdout.readline()  # It is ready.
+      servers = [start(host, "wrapopt.server") for host in self._hosts]
+      # A server that listens tells its port.
+      addresses = [f"{host.address}:{int(server.stdout.readline().split()[-1])}"
+                   for host, server in zip(self._hosts, servers)]
+      self._workers = [start(host, __name__, str(k), host.DEVICE, *addresses)
+                       for k, host in enumerate(self._hosts)]
     except BaseException:
       self.__exit__()
       raise
@@ -151,10 +152,9 @@ class _Workers:
 
   def ask(self, *told, **arguments):
     """Makes all workers do something at once; returns their answers."""
-    workers = self._processes[1::2]
-    for worker in workers:
+    for worker in self._workers:
       print(json.dumps([*told, arguments]), file=worker.stdin, flush=True)
-    return [json.loads(worker.stdout.readline()) for worker in workers]
+    return [json.loads(worker.stdout.readline()) for worker in self._workers]
 
 
 class _Worker:
@@ -207,7 +207,6 @@ def _work(*arguments):
   """A worker's process: does what it is told by lines of its input."""
   tf.config.threading.set_intra_op_parallelism_threads(1)
   worker = _Worker(*arguments)
-  print("ready", flush=True)
   for line in sys.stdin:
     name, of_call = json.loads(line)
     print(json.dumps(getattr(worker, name)(**of_call)), flush=True)
