@@ -18,15 +18,12 @@ from processes import run_python, wait_until
 from wrapopt.examples import _cluster
 
 
-@functools.cache
-def found(*names):
-  """{part of the program: {case: what it found}}."""
+def run_program(*names):
+  """Runs parts of it; returns {part: {case: what it found}}."""
   parts = {"graphs": {}}
   with tempfile.TemporaryDirectory() as folder:
     done = run_python(
-        "-m", "coordinator_program",
-        *(names or ("races", "several", "locked", "traffic", "second_tries",
-                    "refused", "v1", "compensation", "embeddings")),
+        "-m", "coordinator_program", *names,
         CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost",
         TF_DUMP_GRAPH_PREFIX=folder, TF_DUMP_GRAPH_GROUPS="main",
         TF_DUMP_GRAPH_NAME_FILTER="locked_step")
@@ -42,8 +39,14 @@ def found(*names):
   return parts
 
 
+@pytest.fixture(scope="module", name="found")
+def _found():
+  return run_program("races", "several", "locked", "traffic", "second_tries",
+                     "refused", "v1", "compensation", "embeddings")
+
+
 def test_each_step_is_counted_and_has_a_number_of_its_own():
-  cases = found("counts")["counts"]
+  cases = run_program("counts")["counts"]
   assert len(cases) == 14
   for name, got in cases.items():
     if name.startswith("Keras"):
@@ -79,14 +82,14 @@ class Adam:
 
 
 @pytest.mark.parametrize("case", ["Adam", "LazyAdam", "gated"])
-def test_racing_steps_have_an_order_on_each_server(case):
+def test_racing_steps_have_an_order_on_each_server(case, found):
   """Any order, and any numbers: 24 * 24 ways."""
   n = len(GRADIENTS)
   orders = np.array(list(itertools.permutations(range(n))))
   numbers = np.tile(orders, (len(orders), 1)).T
   orders = np.repeat(orders, len(orders), axis=0).T
   for attempt in range(2):
-    got = found()["races"][f"{case} {attempt}"]
+    got = found["races"][f"{case} {attempt}"]
     assert got["iterations"] == n
     # The weights are on two servers.
     for i, (start, scale) in enumerate(((0.0, 1.0), (1.0, 2.0))):
@@ -100,8 +103,8 @@ def test_racing_steps_have_an_order_on_each_server(case):
       assert same.mean() < 0.1
 
 
-def test_functions_of_several_steps_do_not_wait_for_themselves():
-  several = found()["several"]
+def test_functions_of_several_steps_do_not_wait_for_themselves(found):
+  several = found["several"]
   assert several.pop("MovingAverage") == several.pop("DropStaleGradient") == [
       24, 8]
   assert len(several) == 4
@@ -109,8 +112,8 @@ def test_functions_of_several_steps_do_not_wait_for_themselves():
     assert counts == [14], name
 
 
-def test_what_a_step_sends():
-  traffic = found()["traffic"]
+def test_what_a_step_sends(found):
+  traffic = found["traffic"]
   applied = {f"Wrapopt>ApplyAdam on ps:{i}": 1 for i in range(2)}
   for n in 2, 20, 3:
     keras, average, gate = [
@@ -180,36 +183,36 @@ def held(graph):
       if task[x][0] == "worker" and (x, task[name]) not in came]
 
 
-def test_a_step_with_a_lock_needs_no_worker():
+def test_a_step_with_a_lock_needs_no_worker(found):
   """Once it has the lock, and whatever the worker does."""
-  cases = dict(found()["locked"])
+  cases = dict(found["locked"])
   assert re.search("All ops of a step that several workers share must be on "
                    "servers, .*, got 'cond/.*' of type Identity on "
                    "'/job:worker", cases.pop("on a worker"))
   assert len(cases) == 13
   for name, function in cases.items():
-    assert held(found()["graphs"][function]) == (
+    assert held(found["graphs"][function]) == (
         {("ps", "0"), ("ps", "1")}, []), name
 
 
-def test_a_second_try_changes_nothing():
-  states = found()["second_tries"]["states"]
+def test_a_second_try_changes_nothing(found):
+  states = found["second_tries"]["states"]
   assert states[::2] == states[1::2]
   # gamma and beta, and the averages, which move in steps 2 and 4. The moving
   # statistics count the tries before.
   assert [x[0] for x in states[-1]] == [-3, -4, -1.5, -2.5, 3.5, 4.5]
 
 
-def test_a_step_that_is_refused_changes_nothing():
-  cases = found()["refused"]
+def test_a_step_that_is_refused_changes_nothing(found):
+  cases = found["refused"]
   assert len(cases) == 3
   for name, got in cases.items():
     assert got == {"same": True, "dropped": 5, "admitted": 0,
                    "branches": name == "GapAware"}, name
 
 
-def test_gradients_of_old_weights_are_compensated():
-  cases = found()["compensation"]
+def test_gradients_of_old_weights_are_compensated(found):
+  cases = found["compensation"]
   for name, got in cases.items():
     assert (got["iterations"], got["servers"]) == (6, 2), name
     for here, there in zip(got["here"], got["there"]):
@@ -218,8 +221,8 @@ def test_gradients_of_old_weights_are_compensated():
 
 
 @pytest.mark.parametrize("kind", ["SGD", "LazyAdam"])
-def test_a_table_on_two_servers(kind):
-  got = found()["embeddings"][kind]
+def test_a_table_on_two_servers(kind, found):
+  got = found["embeddings"][kind]
   lazy, dense = got["None"], got["False"]
   assert lazy["is lazy"] and not dense["is lazy"]
   for both in got.values():
@@ -234,14 +237,14 @@ def test_a_table_on_two_servers(kind):
              for name in lazy["updates"])
 
 
-def test_a_table_and_an_optimizer_of_version_1():
-  got = found()["embeddings"]["v1"]
+def test_a_table_and_an_optimizer_of_version_1(found):
+  got = found["embeddings"]["v1"]
   assert got["there"]["is lazy"] == [True, True]
   assert got["there"] == got["here"]
 
 
-def test_steps_of_optimizers_of_version_1():
-  cases = found()["v1"]
+def test_steps_of_optimizers_of_version_1(found):
+  cases = found["v1"]
   assert len(cases) == 15
   for name, got in cases.items():
     assert got["count"] == STEPS, name

@@ -19,6 +19,8 @@ import tempfile
 import time
 import types
 
+import pytest
+
 ROOMS = ("ops", "both", "v1", "checkpoints", "files", "keras", "programs",
          "workers", "fuzz")
 # A test hangs after _LEAST seconds and _TIMES its own.
@@ -42,7 +44,6 @@ def preload():
   import hypothesis
   import keras
   import numpy
-  import pytest
   import tensorflow
 
 
@@ -76,7 +77,6 @@ def _child(copy, room, log, limit, function):
 
 
 def _pytest(copy, file, scratch, plugin, *args):
-  import pytest  # pylint: disable=g-import-not-at-top
   return pytest.main(
       [str(copy / file), "-q", "-p", "no:cacheprovider", "-p",
        "no:faulthandler", "--import-mode=importlib", f"--rootdir={copy}",
@@ -94,16 +94,47 @@ def nightly(room):
 
 
 class _Measure:
-  """Tells `coverage` which test runs; keeps the seconds of those that pass."""
+  """Tells `coverage` what runs; keeps the seconds of the tests that pass.
+
+  Attributes:
+    seconds: {test: its seconds}, with those of the fixtures that it shares.
+    others: The tests that do not pass.
+    users: {context: the tests that reach what runs in it}. It is a test, or a
+      fixture that several tests share.
+  """
 
   def __init__(self, measured):
     self._measured = measured
     self.seconds = collections.Counter()
     self.others = set()
+    self.users = collections.defaultdict(set)
+
+  def _switch(self, context):
+    os.environ["MUTANTS_TEST"] = context
+    self._measured.switch_context(context)
 
   def pytest_runtest_logstart(self, nodeid):
-    os.environ["MUTANTS_TEST"] = nodeid
-    self._measured.switch_context(nodeid)
+    self.users[nodeid].add(nodeid)
+    self._switch(nodeid)
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_fixture_setup(self, fixturedef, request):
+    if fixturedef.scope == "function":
+      return (yield)
+    name = f"fixture {fixturedef.argname}"
+    users = [item.nodeid for item in request.session.items
+             if fixturedef.argname in item.fixturenames]
+    self.users[name].update(users)
+    test = os.environ["MUTANTS_TEST"]
+    start = time.monotonic()
+    self._switch(name)
+    try:
+      return (yield)
+    finally:
+      self._switch(test)
+      for user in users:
+        if user != test:  # Its own are counted.
+          self.seconds[user] += time.monotonic() - start
 
   def pytest_runtest_logreport(self, report):
     self.seconds[report.nodeid] += report.duration
@@ -145,7 +176,8 @@ def _measure(copy, file, skipped, scratch, out):
       texts = pathlib.Path(source).read_text().split("\n")
       for line, contexts in part.contexts_by_lineno(source).items():
         reached[os.path.relpath(source, copy)][texts[line - 1].strip()].update(
-            numbers[test] for test in contexts if test in numbers)
+            numbers[test] for context in contexts
+            for test in plugin.users[context] if test in numbers)
   whole = scratch / "out"
   whole.write_text(json.dumps({
       "tests": [(test, round(plugin.seconds[test], 3)) for test in tests],
