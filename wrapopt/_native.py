@@ -18,12 +18,19 @@ try:
 except OSError as e:
   raise ImportError(str(e)) from None
 
-for _function in (_library.wrapopt_facts, _library.wrapopt_cpu_isa,
-                  _library.wrapopt_gpus, _library.wrapopt_step):
+for _function in (
+    _library.wrapopt_facts, _library.wrapopt_cpu_isa, _library.wrapopt_gpus,
+    _library.wrapopt_step, _library.wrapopt_encode,
+    _library.wrapopt_add_decoded):
   _function.restype = ctypes.c_char_p
 _library.wrapopt_step.argtypes = [
     ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_int,
     ctypes.POINTER(ctypes.c_double), ctypes.c_size_t, ctypes.c_char_p]
+_library.wrapopt_encode.argtypes = [
+    ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_size_t,
+    *[ctypes.c_void_p] * 2]
+_library.wrapopt_add_decoded.argtypes = [
+    ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_size_t, ctypes.c_void_p]
 
 # In the order of the C++ enumeration `Number`.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -96,6 +103,20 @@ def gpus() -> list[tuple[str, str, str, list[str]]]:
   return [tuple(gpu) for gpu in _value(_library.wrapopt_gpus(), RuntimeError)]
 
 
+def check(subject, array, size, reason, dtypes, is_written=False):
+  """Raises an error unless the library may have an array."""
+  if not array.flags.c_contiguous:
+    raise ValueError(f"{subject} must be contiguous")
+  if array.size != size:
+    raise ValueError(f"{subject} misshapen: got {array.size} elements but "
+                     f"expected {size} ({reason})")
+  if str(array.dtype) not in dtypes:
+    names = ", ".join(dtypes[:-1]) + " or " * (len(dtypes) > 1) + dtypes[-1]
+    raise ValueError(f"{subject} must be of dtype {names}, got {array.dtype}")
+  if is_written and not array.flags.writeable:
+    raise ValueError(f"{subject} is not writeable")
+
+
 def step(rule, states, inputs, scalars, isa=""):
   """Applies `rule` to `states` in place.
 
@@ -121,21 +142,11 @@ def step(rule, states, inputs, scalars, isa=""):
   for what, arrays in ("states", states), ("inputs", inputs):
     for i, array in enumerate(arrays):
       subject = f"{what}[{i}]"
-      if not array.flags.c_contiguous:
-        raise ValueError(f"{subject} must be contiguous")
-      if array.size != states[0].size:
-        raise ValueError(
-            f"{subject} misshapen: got {array.size} elements but expected "
-            f"{states[0].size} (the size of states[0])")
-      if str(array.dtype) not in DTYPES:
-        raise ValueError(
-            f"{subject} must be of dtype float16, bfloat16, float32 or "
-            f"float64, got {array.dtype}")
+      check(subject, array, states[0].size, "the size of states[0]", DTYPES,
+             is_written=what == "states")
       if array.dtype != arrays[0].dtype:
         raise ValueError(f"{subject} must be of dtype {arrays[0].dtype} like "
                          f"the first, got {array.dtype}")
-      if what == "states" and not array.flags.writeable:
-        raise ValueError(f"{subject} is not writeable")
 
   operands = [array.ctypes.data for array in [*states, *inputs]]
   dtypes = [DTYPES.index(str(arrays[0].dtype))
@@ -143,3 +154,18 @@ def step(rule, states, inputs, scalars, isa=""):
   _value(_library.wrapopt_step(
       info.number, (ctypes.c_void_p * len(operands))(*operands), *dtypes,
       (ctypes.c_double * len(scalars))(*scalars), states[0].size, isa.encode()))
+
+
+def encode(code, values, center, error, coded, new_error):
+  """As EncodeFn of cc/engine/codes.h, on arrays that `check` has checked."""
+  _value(_library.wrapopt_encode(
+      code, DTYPES.index(str(values.dtype)), values.ctypes.data,
+      center.ctypes.data, error.ctypes.data, values.size, coded.ctypes.data,
+      new_error.ctypes.data))
+
+
+def add_decoded(code, center, coded, total):
+  """As DecodeFn, on arrays that `check` has checked."""
+  _value(_library.wrapopt_add_decoded(
+      code, center.ctypes.data, coded.ctypes.data, center.size,
+      total.ctypes.data))

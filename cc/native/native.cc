@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cc/engine/codes.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
@@ -159,6 +160,32 @@ WRAPOPT_EXPORT const char* wrapopt_step(int rule, void* const* operands,
           kNumberNames[state] + " and inputs of dtype " + kNumberNames[input]);
     }
     step(operands, scalars, 0, size, {size});
+    return std::string("null");
+  });
+}
+
+// As EncodeFn and DecodeFn of cc/engine/codes.h, of `size` numbers.
+// wrapopt/_native.py has checked all arguments.
+WRAPOPT_EXPORT const char* wrapopt_encode(int code, int number,
+                                          const void* values,
+                                          const float* center,
+                                          const float* error, size_t size,
+                                          void* coded, float* new_error) {
+  return wrapopt::Answer([&] {
+    using namespace wrapopt;  // NOLINT
+    FindEncode(static_cast<Code>(code), static_cast<Number>(number),
+               IsaOf(""))(values, center, error, size, coded, new_error);
+    return std::string("null");
+  });
+}
+
+WRAPOPT_EXPORT const char* wrapopt_add_decoded(int code, const float* center,
+                                               const void* coded, size_t size,
+                                               float* sum) {
+  return wrapopt::Answer([&] {
+    using namespace wrapopt;  // NOLINT
+    FindDecode(static_cast<Code>(code), IsaOf(""))(center, coded, nullptr, size,
+                                                   sum);
     return std::string("null");
   });
 }

@@ -205,7 +205,7 @@ sizes: The same, the number of elements.
 holds_center: Whether the rounds hold the center. If not, it is in variables.
 travels: What workers send, and take if they hold the center of the round
   before: "" for the numbers themselves, or the dtype of codes, see
-  Wrapopt>Encode. Then a worker sends codes of its values minus the center, and
+  cc/engine/codes.h. Then a worker sends codes of its values minus the center, and
   Wrapopt>AveragingOuterStep encodes how far the center goes. The center is the
   sum of all decoded updates, in all workers and on the server. The rounds keep
   the error of the last update, and add it to the next one.

@@ -15,7 +15,6 @@ import tensorflow as tf
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
-import codes
 from wrapopt import _loader
 from wrapopt import _native
 
@@ -249,8 +248,6 @@ class _Maker:
         attrs[attr.name] = bool(rng.integers(2))
     if "value" in attrs:
       attrs["value"] = int(rng.integers(2))
-    if "dtype" in by_name:  # Of codes.
-      attrs["dtype"] = self._pick(codes.DTYPES)
     if "num_workers" in by_name:
       attrs.update(sizes=[3, 0], dtypes=[self._pick([FLOAT, DOUBLE])] * 2)
     self.main = main
@@ -387,11 +384,6 @@ class _Maker:
       return np.array("no rounds", object)
     if name == "token":  # All negative ones stand for none.
       return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
-    if "dtype" in self.case.attrs:
-      x = array(rng, dtype if name != "code" else FLOAT,
-                (int(np.prod(self.shapes[0])),))
-      return x if name != "code" else codes.encode(
-          x, self.case.attrs["dtype"])[0]
     if name == "code":  # Others are errors.
       return np.array(0, np.int32)
     if self.case.rounds:

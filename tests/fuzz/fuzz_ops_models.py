@@ -15,7 +15,6 @@ import re
 import numpy as np
 import tensorflow as tf
 
-import codes
 import fuzz_ops_inputs as inputs
 import numerics
 from fuzz_ops_runs import check_bits
@@ -851,39 +850,6 @@ def _center(call):
              "the center")
 
 
-def _vectors(call, *names):
-  """Vectors of the same size."""
-  vectors = [call.ids(name)[0] for name in names]
-  call.demand(vectors[0].ndim == 1 and len({x.shape for x in vectors}) == 1,
-              "vectors of such shapes")
-  return vectors
-
-
-def _same_numbers(call, got, want, what):
-  call.compared += got.size
-  if not np.array_equal(got, want, equal_nan=True):
-    raise AssertionError(f"{what} is {got}, want {want}")
-
-
-def _encode(call):
-  values, center, error = _vectors(call, "values", "center", "error")
-  code, _, left = codes.encode_values(
-      values.astype(np.float32), center, error, call.case.attrs["dtype"])
-  check_bits(call.outputs[0], code, "a code")
-  _same_numbers(call, call.outputs[1], left, "what a code loses")
-
-
-def _add_decoded(call):
-  [center], [code] = _vectors(call, "center"), call.ids("code")
-  dtype = call.case.attrs["dtype"]
-  call.demand(code.shape == codes.encode(np.zeros_like(center), dtype)[0].shape,
-              f"a code of shape {code.shape}")
-  with np.errstate(all="ignore"):
-    want = codes.flushed(codes.flushed(center) + codes.flushed(
-        codes.decode(code, len(center), dtype)))
-  _same_numbers(call, call.outputs[0], want, "a center")
-
-
 def _rounds(call):
   if len(call.outputs) != 1:
     raise AssertionError("AveragingRounds must have one output")
@@ -900,7 +866,6 @@ def _raise(call):
 
 
 _MODELS = {
-    "AddDecoded": _add_decoded,
     "Apply": _apply,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
@@ -923,7 +888,6 @@ _MODELS = {
     "CatchUp": _lagging("catch up"),
     "CheckInitialized": _check_initialized,
     "EmaUpdate": _ema_update,
-    "Encode": _encode,
     "Exchange": _exchange,
     "LockSteps": _lock,
     "Move": _move,

@@ -249,13 +249,13 @@ def test_no_op_is_left_out():
   """Every op has kernels for all three, and a test above, or a reason."""
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
-  # Messages, their codes, a clock and errors between tasks. Variables without a
+  # Messages, a clock and errors between tasks. Variables without a
   # value. Handles as one tensor: XLA must see each.
   host = re.compile("Wrapopt>(Staleness|BeginUpdate|(Unl|L)ockSteps|"
                     "AveragingRounds|"
                     "Averaging(Arrive|Center|Clock|Close|Drop|Enter|Follow)|"
                     "Averaging(Join|Leave|List|Mean|OuterStep|Raise|Release)|"
-                    "Averaging(Restore|Stage|State)|Encode|AddDecoded|"
+                    "Averaging(Restore|Stage|State)|"
                     "ReadPacked|AssignPacked|Bundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
       "Apply", "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",

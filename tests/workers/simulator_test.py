@@ -141,8 +141,8 @@ def worker_sends_what_it_sent_before(patch):
 
 def worker_adds_no_errors(patch):
   encode = _codes.encode
-  patch.setattr(_codes, "encode", lambda values, center, error, dtype: encode(
-      values, center, 0 * error, dtype))
+  patch.setattr(_codes, "encode", lambda values, center, error, *args: encode(
+      values, center, 0 * error, *args))
 
 
 def errors_of_values_that_did_not_count_are_kept(patch):

@@ -273,9 +273,9 @@ class Member:
       for server in self._servers:
         codes.append([])
         for g, begin, end in server.spans:
-          code, left[g][begin:end] = _codes.encode(
-              *(x[g][begin:end] for x in (vectors, self.center, errors)), dtype)
-          codes[-1].append(code)
+          codes[-1].append(_codes.encode(
+              *(x[g][begin:end] for x in (vectors, self.center, errors)), dtype,
+              left[g][begin:end]))
       self._codes = codes, left
     return self._codes[0]
 

@@ -486,10 +486,11 @@ class Server:
         if tuple(now) != place:
           self.release()
           return False
+        to = vectors[span.group][at:end]
         if held:
-          value = _codes.add(held[span.group][at:end], value,
-                             self._layout.travels)
-        vectors[span.group][at:end] = value
+          _codes.add(held[span.group][at:end], value, self._layout.travels, to)
+        else:
+          to[:] = value
         at, first = end, first + count
     self.release()
     return True
