@@ -11,6 +11,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import MODES
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import session_of
 from wrapopt import _composition
 from wrapopt._v1 import _wrapper
@@ -288,29 +289,27 @@ def test_what_would_not_see_synchronized_steps(name, wrap, remedy, between):
     assert not graph.get_operations()
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("wrap", [
     lambda opt: synchronized(wrapopt.DropStaleGradientOptimizer(opt, 0)),
     lambda opt: synchronized(wrapopt.CrossShardOptimizer(opt)),
     lambda opt: wrapopt.CrossShardOptimizer(synchronized(opt))])
 def test_synchronized_steps(wrap, kind):
-  with graph_of(kind):
-    step = tf1.train.get_or_create_global_step()
-    v = tf1.get_variable("v", initializer=0.0)
-    moving = wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), 0.5)
-    opt = wrap(moving)
-    train = opt.minimize(tf.constant(-1.0) * v, step)
-    sync = opt if isinstance(opt, SYNC) else opt._optimizer
-    # The thread of the chief would run the ops of its queue runner.
-    with session_of() as session:
-      session.run([sync.chief_init_op, sync.get_init_tokens_op()])
-      for _ in range(2):
-        session.run(sync.local_step_init_op)
-        session.run(train)
-        session.run(sync.get_chief_queue_runner().enqueue_ops)
-      # 0 and 1 give 0.5, and 2 gives 1.25.
-      assert session.run([v, moving.average(v), step]) == [2.0, 1.25, 2]
+  step = tf1.train.get_or_create_global_step()
+  v = tf1.get_variable("v", initializer=0.0)
+  moving = wrapopt.MovingAverageOptimizer(
+      tf1.train.GradientDescentOptimizer(1.0), 0.5)
+  opt = wrap(moving)
+  train = opt.minimize(tf.constant(-1.0) * v, step)
+  sync = opt if isinstance(opt, SYNC) else opt._optimizer
+  # The thread of the chief would run the ops of its queue runner.
+  with session_of() as session:
+    session.run([sync.chief_init_op, sync.get_init_tokens_op()])
+    for _ in range(2):
+      session.run(sync.local_step_init_op)
+      session.run(train)
+      session.run(sync.get_chief_queue_runner().enqueue_ops)
+    # 0 and 1 give 0.5, and 2 gives 1.25.
+    assert session.run([v, moving.average(v), step]) == [2.0, 1.25, 2]
 
 
 @pytest.mark.parametrize("mode", MODES)

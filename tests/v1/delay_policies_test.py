@@ -21,6 +21,7 @@ from modes import control_flow
 from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import graphs_in
 from training import ops_of_type
 
@@ -244,78 +245,74 @@ def cluster():
   yield servers[1].target
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
-  with graph_of(kind):
-    with tf.device("/job:ps/task:0/cpu:0"):
-      w = tf1.get_variable("w", initializer=START)
-      step = v1.get_or_create_global_step()
-    with tf.device("/job:worker/task:0/cpu:0"):
-      opt = Drop(inner(0), 5, policy=POLICIES[policy])
-      with opt.record_step():
-        other_loss = loss_of(w)
-      other = opt.minimize(other_loss, step)
-      with opt.record_step():
-        loss = with_a_step_between(w, lambda: session.run(other))
-      train = opt.minimize(loss, step)
-    [*_, origin] = [op for op in ancestors(loss.op)
-                    if op.type in ("ReadVariableOp", "DeepCopy") and
-                    op.outputs[0].shape == w.shape]
-    server = Server(POLICIES[policy])
-    with tf1.Session(cluster) as session:
-      session.run(tf1.global_variables_initializer())
-      trace = tf1.RunMetadata()
-      session.run(train, options=tf1.RunOptions(
-          trace_level=tf1.RunOptions.FULL_TRACE), run_metadata=trace)
-      for _ in range(2):
-        server.apply(server.gradient(START), START)
-      # The weights stay where they were read.
-      places = {node.node_name: stats.device
-                for stats in trace.step_stats.dev_stats
-                for node in stats.node_stats}
-      step_ops = [name for name in places if re.match(
-          "cond.*/(sub|mul|truediv|Abs|Select|Assign|.*Apply(Ref)?$)", name)
-                  # The end of a control edge, at the worker.
-                  and not re.search(r"_S\d+$", name)]
-      assert len(step_ops) > 3
-      for name in [origin.name, *step_ops]:
-        # The gradient comes from there.
-        assert "/job:ps/" in places[name] or name.endswith("/Switch"), name
-      check(server, session.run(w),
-            session.run(list(slots_of(opt, w).values())))
+  with tf.device("/job:ps/task:0/cpu:0"):
+    w = tf1.get_variable("w", initializer=START)
+    step = v1.get_or_create_global_step()
+  with tf.device("/job:worker/task:0/cpu:0"):
+    opt = Drop(inner(0), 5, policy=POLICIES[policy])
+    with opt.record_step():
+      other_loss = loss_of(w)
+    other = opt.minimize(other_loss, step)
+    with opt.record_step():
+      loss = with_a_step_between(w, lambda: session.run(other))
+    train = opt.minimize(loss, step)
+  [*_, origin] = [op for op in ancestors(loss.op)
+                  if op.type in ("ReadVariableOp", "DeepCopy") and
+                  op.outputs[0].shape == w.shape]
+  server = Server(POLICIES[policy])
+  with tf1.Session(cluster) as session:
+    session.run(tf1.global_variables_initializer())
+    trace = tf1.RunMetadata()
+    session.run(train, options=tf1.RunOptions(
+        trace_level=tf1.RunOptions.FULL_TRACE), run_metadata=trace)
+    for _ in range(2):
+      server.apply(server.gradient(START), START)
+    # The weights stay where they were read.
+    places = {node.node_name: stats.device
+              for stats in trace.step_stats.dev_stats
+              for node in stats.node_stats}
+    step_ops = [name for name in places if re.match(
+        "cond.*/(sub|mul|truediv|Abs|Select|Assign|.*Apply(Ref)?$)", name)
+                # The end of a control edge, at the worker.
+                and not re.search(r"_S\d+$", name)]
+    assert len(step_ops) > 3
+    for name in [origin.name, *step_ops]:
+      # The gradient comes from there.
+      assert "/job:ps/" in places[name] or name.endswith("/Switch"), name
+    check(server, session.run(w),
+          session.run(list(slots_of(opt, w).values())))
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("lookups", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_embedding_in_a_graph(kind, lookups, policy):
   start = np.arange(1.0, 13).reshape(6, 2) / 8
   batches = [np.array([[4, 1], [1, 4]]), np.array([2, 1])][:lookups]
   others = [np.array([[1, 1], [5, 4]]), np.array([0, 4])][:lookups]
-  with graph_of(kind):
-    table = tf1.get_variable("table", initializer=start)
-    step = v1.get_or_create_global_step()
-    opt = Drop(inner(0), 5, policy=POLICIES[policy])
+  table = tf1.get_variable("table", initializer=start)
+  step = v1.get_or_create_global_step()
+  opt = Drop(inner(0), 5, policy=POLICIES[policy])
 
-    def loss_of_rows(batches, take=None):
-      rows = [tf.nn.embedding_lookup(table, b) for b in batches]
-      if take is None:
-        return sum(map(loss_of, rows))
-      return sum(with_a_step_between(r, take if i == 0 else lambda: None)
-                 for i, r in enumerate(rows))
+  def loss_of_rows(batches, take=None):
+    rows = [tf.nn.embedding_lookup(table, b) for b in batches]
+    if take is None:
+      return sum(map(loss_of, rows))
+    return sum(with_a_step_between(r, take if i == 0 else lambda: None)
+               for i, r in enumerate(rows))
 
-    with opt.record_step():
-      other_loss = loss_of_rows(others)
-    other = opt.minimize(other_loss, step)
-    with opt.record_step():
-      loss = loss_of_rows(batches, lambda: session.run(other))
-    train = opt.minimize(loss, step)
-    slots = list(slots_of(opt, table).values())
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
-      session.run(train)
-      got, memory = session.run([table, slots])
+  with opt.record_step():
+    other_loss = loss_of_rows(others)
+  other = opt.minimize(other_loss, step)
+  with opt.record_step():
+    loss = loss_of_rows(batches, lambda: session.run(other))
+  train = opt.minimize(loss, step)
+  slots = list(slots_of(opt, table).values())
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train)
+    got, memory = session.run([table, slots])
   servers = [Server(POLICIES[policy], start=row) for row in start]
   # First the other step, then that of the gradient of the start.
   for indices in (others, batches):

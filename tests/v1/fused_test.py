@@ -19,6 +19,7 @@ from training import MODES
 from training import ancestors
 from training import apply_ops
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import session_of
 from training import train
@@ -235,48 +236,44 @@ def test_two_devices_eagerly_and_in_a_function():
 # Locks.
 
 @pytest.mark.parametrize("use_locking", [False, True])
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @every_rule
 def test_use_locking_reaches_the_op(rule, kind, use_locking):
-  with graph_of(kind):
-    v = tf1.get_variable("v", [2])
-    wrapopt.MovingAverageOptimizer(
-        RULES[rule](use_locking=use_locking)).apply_gradients(
-            [(tf.ones([2]), v)])
-    [op] = ops_of_type(f"Wrapopt>Apply{rule}" + "Ref" * (kind == "ref"))
-    assert op.get_attr("use_locking") == use_locking
+  v = tf1.get_variable("v", [2])
+  wrapopt.MovingAverageOptimizer(
+      RULES[rule](use_locking=use_locking)).apply_gradients(
+          [(tf.ones([2]), v)])
+  [op] = ops_of_type(f"Wrapopt>Apply{rule}" + "Ref" * (kind == "ref"))
+  assert op.get_attr("use_locking") == use_locking
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 def test_locked_steps_of_many_threads_add_up(kind):
   # Each step is atomic, averages included: in whatever order they come, what
   # they leave is what as many steps one after the other leave.
   threads, times, size = 8, 50, 100_000
-  with graph_of(kind):
-    v = tf1.get_variable("v", [size], initializer=tf1.zeros_initializer())
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.MomentumOptimizer(1.0, 0.5, use_locking=True), [0.5, 0.75])
-    train_op = opt.apply_gradients([(-tf.ones([size]), v)])
-    state = [v, opt.get_slot(v, "momentum"), *opt.averages()]
-    with session_of() as session:
-      for _ in range(threads * times):
+  v = tf1.get_variable("v", [size], initializer=tf1.zeros_initializer())
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.MomentumOptimizer(1.0, 0.5, use_locking=True), [0.5, 0.75])
+  train_op = opt.apply_gradients([(-tf.ones([size]), v)])
+  state = [v, opt.get_slot(v, "momentum"), *opt.averages()]
+  with session_of() as session:
+    for _ in range(threads * times):
+      session.run(train_op)
+    want = [np.array(x) for x in session.run(state)]
+    session.run(tf1.global_variables_initializer())
+    start = threading.Barrier(threads)
+
+    def work():
+      start.wait()
+      for _ in range(times):
         session.run(train_op)
-      want = [np.array(x) for x in session.run(state)]
-      session.run(tf1.global_variables_initializer())
-      start = threading.Barrier(threads)
 
-      def work():
-        start.wait()
-        for _ in range(times):
-          session.run(train_op)
-
-      workers = [threading.Thread(target=work) for _ in range(threads)]
-      for worker in workers:
-        worker.start()
-      for worker in workers:
-        worker.join()
-      for x, y in zip(session.run(state), want, strict=True):
-        numerics.assert_same_bits(x, y)
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+      worker.start()
+    for worker in workers:
+      worker.join()
+    for x, y in zip(session.run(state), want, strict=True):
+      numerics.assert_same_bits(x, y)
   # 400 steps of 2, but for the first ones.
   assert want[0][0] == 2 * threads * times - 2
 
