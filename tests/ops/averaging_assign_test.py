@@ -287,14 +287,6 @@ def test_a_mean_of_large_numbers_does_not_overflow(mode, dtype, large, count):
   assert np.all(np.abs(got / want - 1) <= 2 * count * eps + float(step) / 2)
 
 
-def test_none_is_the_mean_and_weights_need_not_be(mode):
-  a, b, c = (mode.variable(FLOAT.type([x])) for x in (1, 2, 6))
-  t = mode.variable(FLOAT.type([0]))
-  for weights, want in ((None, 3), ([1, 1, 1], 9), ([3, 0, -0.5], 0)):
-    mode.run(lambda: averaging_assign([t], [[a], [b], [c]], weights))  # pylint: disable=cell-var-from-loop
-    assert mode.values([t])[0].item() == pytest.approx(want, rel=1e-7)
-
-
 def test_weights_and_rates_of_all_kinds(mode):
   a, b = mode.variable(FLOAT.type([1])), mode.variable(FLOAT.type([3]))
   scalar = mode.variable(np.float64(0.25))

@@ -203,16 +203,6 @@ def test_decay_zero_copies_the_value(mode):
     numerics.assert_same_bits(mode.values([s])[0], value.astype(shadow_dtype))
 
 
-def test_a_float_shadow_moves_where_a_bfloat16_one_cannot(mode):
-  # A thousandth of the way from 1 to 2 is less than half a step of bfloat16.
-  value = mode.variable(np.array([2], BFLOAT16))
-  low, high = mode.variable(np.array([1], BFLOAT16)), mode.variable(FLOAT([1]))
-  mode.run(lambda: ema_update([[low], [high]], [value], [0.999, 0.999]))
-  got_low, got_high = mode.values([low, high])
-  assert got_low.item() == 1
-  assert got_high.item() == FLOAT(1 + (1 - 0.999))
-
-
 @pytest.mark.parametrize("shadow_dtype", [np.float16, FLOAT])
 def test_subnormal_halves_count(mode, shadow_dtype):
   # TensorFlow's threads flush subnormals of float; those of half are normal

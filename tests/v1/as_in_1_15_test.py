@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from processes import run_python
 from training import kind  # pylint: disable=unused-import
+from training import session_of
 import wrapopt
 import wrapopt.checkpoints
 
@@ -113,8 +114,7 @@ def test_the_averages_of_1_15():
   assert opt._ema.average_name(v) == "v/ExponentialMovingAverage"
   train = opt.minimize(-v)
   assert opt._ema.average(v) is opt.average(v, 0.5)
-  with tf1.Session() as session:
-    session.run(tf1.global_variables_initializer())
+  with session_of() as session:
     session.run(train)
     assert session.run(opt._ema.average(v)) == 0.5
 
@@ -195,8 +195,7 @@ def test_a_meta_graph_that_needs_no_wrapopt(kind, tmp_path):
   opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
   train = opt.minimize(y)
   saver = opt.swapping_saver()
-  with tf1.Session() as session:
-    session.run(tf1.global_variables_initializer())
+  with session_of() as session:
     session.run(train, {x: [1.0]})
     saver.save(session, model)
   # 1 and 0 give 0.5.

@@ -5,7 +5,6 @@ step. In eager mode the test takes these steps in between. In a function and in
 a session, an op between the reads and the gradient takes them.
 """
 
-import contextlib
 import copy
 import os
 import re
@@ -24,6 +23,7 @@ from training import graph_of
 from training import kind  # pylint: disable=unused-import
 from training import graphs_in
 from training import ops_of_type
+from training import session_of
 
 tf1 = tf.compat.v1
 v1 = tf1.train
@@ -309,8 +309,7 @@ def test_an_embedding_in_a_graph(kind, lookups, policy):
     loss = loss_of_rows(batches, lambda: session.run(other))
   train = opt.minimize(loss, step)
   slots = list(slots_of(opt, table).values())
-  with tf1.Session() as session:
-    session.run(tf1.global_variables_initializer())
+  with session_of() as session:
     session.run(train)
     got, memory = session.run([table, slots])
   servers = [Server(POLICIES[policy], start=row) for row in start]
@@ -397,8 +396,7 @@ def test_a_step_while_averages_are_in_place_changes_nothing(fused):
       loss = loss_of(w)
     train = opt.minimize(loss, v1.get_global_step())
     slot = gate.get_slot(w, "mean_square")
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
+    with session_of() as session:
       session.run(train)
       before = session.run([w, slot])
       with opt.averaged_weights(session):
@@ -474,9 +472,7 @@ def test_a_graph(chain, v2, policy, fused, kind):
     slots = slots_of(the_gate, w)
     averages = [of(w) for of in averages]
     admitted = the_gate.staleness_stats().admitted_histogram
-    with tf1.Session() as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with session_of() as session:
       for hook in hooks:
         hook.after_create_session(session, tf.train.Coordinator())
       for _ in range(3):
@@ -501,22 +497,22 @@ def test_a_graph(chain, v2, policy, fused, kind):
           fused is None)
 
 
-@contextlib.contextmanager
-def trained(policy, make=lambda: inner(0)):
+def trained(policy):
+  """(variable, optimizer) after a step."""
   w = tf.Variable(START)
-  opt = Drop(make(), 5, global_step=tf.Variable(0, dtype=tf.int64),
+  opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
              policy=POLICIES[policy])
   opt.minimize(lambda: loss_of(w), var_list=[w])
-  yield w, opt
+  return w, opt
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "gap"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_checkpoint_holds_the_state(tmp_path, policy, late):
   name = POLICIES[policy]._states[0]
-  with trained(policy) as (w, opt):
-    path = tf.train.Checkpoint(w=w, opt=opt).write(str(tmp_path / "ckpt"))
-    want = opt.get_slot(w, name).numpy()
+  w, opt = trained(policy)
+  path = tf.train.Checkpoint(w=w, opt=opt).write(str(tmp_path / "ckpt"))
+  want = opt.get_slot(w, name).numpy()
   assert (want > 0).all()
   new = tf.Variable(np.zeros(3))
   opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
@@ -537,8 +533,7 @@ def test_a_saver_holds_the_state(tmp_path):
       loss = loss_of(w)
     train = opt.minimize(loss, v1.get_global_step())
     saver = v1.Saver()
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
+    with session_of() as session:
       session.run(train)
       want = session.run(opt.get_slot(w, "mean_square"))
       path = saver.save(session, os.path.join(tmp_path, "model"))
@@ -570,10 +565,10 @@ def test_low_precision_is_compensated_in_float32(fused):
 
 
 def test_a_copy_has_its_own_records():
-  with trained("adaptive") as (w, opt):
-    other = copy.deepcopy(opt)
-    assert other.get_slot_names() == opt.get_slot_names()
-    assert list(other._records.known) == [] and list(opt._records.known)[0] is w
+  w, opt = trained("adaptive")
+  other = copy.deepcopy(opt)
+  assert other.get_slot_names() == opt.get_slot_names()
+  assert list(other._records.known) == [] and list(opt._records.known)[0] is w
 
 
 def test_given_origins():
@@ -590,32 +585,25 @@ def test_given_origins():
 
 def test_weights_that_are_not_known_are_refused():
   w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 5, global_step=step, policy=POLICIES["constant"])
+  opt, plain = (Drop(inner(0), 5, global_step=step, policy=policy)
+                for policy in (POLICIES["constant"], "drop"))
   with opt.record_step() as recorded:
     pass
-  refused = (r"The weights that a gradient was computed from must be known for "
+  unknown = ("The weights that a gradient was computed from must be known for "
              r"this `policy`, got .*'Variable:0'")
-  with pytest.raises(ValueError, match=refused):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded)
-  with pytest.raises(ValueError, match=r"`origins` must hold one tensor or "
-                     "None for each of the 1 pairs, got 2"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[START, START])
-  with pytest.raises(ValueError, match=r"`origins\[0\]` must be the weights"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[None])
-  with pytest.raises(ValueError, match=r"`origins\[0\]` misshapen: got \(2,\) "
-                     r"but expected \(3,\) \(the shape of the gradient of"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[START[:2]])
-  with pytest.raises(TypeError, match=r"`origins\[0\]` must be of dtype "
-                     "float64, that of 'Variable:0', got float32"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[np.float32(START)])
-  plain = Drop(inner(0), 5, global_step=step)
-  with pytest.raises(ValueError, match="`origins` must be None for this"):
-    plain.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                          origins=[START])
+  for gate, origins, error, text in (
+      (opt, None, ValueError, unknown),
+      (opt, [START, START], ValueError, "`origins` must hold one tensor or "
+       "None for each of the 1 pairs, got 2"),
+      (opt, [None], ValueError, r"`origins\[0\]` must be the weights"),
+      (opt, [START[:2]], ValueError, r"`origins\[0\]` misshapen: got \(2,\) "
+       r"but expected \(3,\) \(the shape of the gradient of"),
+      (opt, [np.float32(START)], TypeError, r"`origins\[0\]` must be of dtype "
+       "float64, that of 'Variable:0', got float32"),
+      (plain, [START], ValueError, "`origins` must be None for this")):
+    with pytest.raises(error, match=text):
+      gate.apply_gradients([(tf.constant(START), w)], recorded=recorded,
+                           origins=origins)
 
   @tf.function
   def train():
@@ -623,7 +611,7 @@ def test_weights_that_are_not_known_are_refused():
       pass
     opt.apply_gradients([(tf.constant(START), w)], recorded=recorded)
 
-  with pytest.raises(ValueError, match=refused):
+  with pytest.raises(ValueError, match=unknown):
     train()
   assert step.numpy() == 0
   numerics.assert_same_bits(w.numpy(), START)

@@ -26,6 +26,7 @@ from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import ops_that_run
 from training import reads_of
+from training import session_of
 
 tf1 = tf.compat.v1
 sgd = tf1.train.GradientDescentOptimizer
@@ -307,15 +308,15 @@ def test_a_step_between_exchanges(kind, most_bytes, monkeypatch):
   loss, gradient and inner optimizer's step of each.
   """
   monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
-  few, many = (ops_in_the_second_step(n, kind, 9) for n in (20, 40))
+  n = 8
+  few, many = (ops_in_the_second_step(count, kind, 9) for count in (n, 2 * n))
   variable = "VarHandleOp" if kind == "resource" else "VariableV2"
   assert many - few == collections.Counter({
-      variable: 3 * 20, "_Arg": 20, "BroadcastTo": 20, "Const": 20,
-      "Identity": 20,
-      **({"ApplyGradientDescent": 20} if kind == "ref" else
-         {"ReadVariableOp": 20, "ResourceApplyGradientDescent": 20})})
+      variable: 3 * n, "_Arg": n, "BroadcastTo": n, "Const": n, "Identity": n,
+      **({"ApplyGradientDescent": n} if kind == "ref" else
+         {"ReadVariableOp": n, "ResourceApplyGradientDescent": n})})
   assert not [op for op in many if op.startswith("Wrapopt>")]
-  due = ops_in_the_second_step(20, kind, 1)
+  due = ops_in_the_second_step(n, kind, 1)
   assert {op for op in due if op.startswith("Wrapopt>AveragingAssign")}
 
 
@@ -359,14 +360,6 @@ def one_variable(make_inner=lambda: sgd(1.0), initial=(0.0, 0.0), name="v",
       "num_worker": 1, "ea_custom_getter": getter, **kwargs})
 
 
-@contextlib.contextmanager
-def initialized():
-  with tf1.Session() as session:
-    session.run([tf1.global_variables_initializer(),
-                 tf1.local_variables_initializer()])
-    yield session
-
-
 # The pull towards the centers
 
 
@@ -377,7 +370,7 @@ def test_gradients_of_a_subset(kind):
   loss = 5 * a + 7 * b
   [(gradient, of)] = opt.compute_gradients(loss, [b])
   assert of is b
-  with initialized() as session:
+  with session_of() as session:
     assert session.run(gradient) == 7
     session.run(b.assign(13.0))
     assert session.run(gradient) == 7 + 2 * 3
@@ -402,7 +395,7 @@ def test_a_variable_that_the_loss_does_not_depend_on(kind):
       [(gradient, _)] = opt.compute_gradients(tf.constant(1.0), [v])
       assert (gradient is None) == (expected is None)
       if expected:
-        with initialized() as session:
+        with session_of() as session:
           session.run(v.assign([1.0, 2.0]))
           assert session.run(gradient).tolist() == expected
 
@@ -445,7 +438,7 @@ def test_the_pull(kind, case):
   [(gradient, _)] = opt.compute_gradients(
       loss, grad_loss=tf.constant(scale, getattr(loss, "dtype", tf.float32)),
       **options)
-  with initialized() as session:
+  with session_of() as session:
     session.run(v.assign([1.0, 2.0]))
     assert session.run(gradient).tolist() == [7 * scale, 9 * scale]
 
@@ -455,7 +448,7 @@ def test_rates_that_are_tensors(kind, control_flow):
                for name, x in (("rate", 0.5), ("rho", 2.0)))
   v, opt = one_variable(moving_rate=rate, rho=rho, communication_period=1)
   train = opt.minimize(tf.reduce_sum(5 * v))
-  with initialized() as session:
+  with session_of() as session:
     session.run(v.assign([1.0, 2.0]))
     session.run(train)  # By 7 and 9, then half way back to 0.
     for x in v, opt._getter._global_map[v]:
@@ -469,7 +462,7 @@ def test_a_rate_out_of_range(kind, control_flow, value):
   v, opt = one_variable(moving_rate=rate, rho=0.0, communication_period=1)
   step = tf1.train.get_or_create_global_step()
   train = opt.minimize(tf.reduce_sum(v), step)
-  with initialized() as session:
+  with session_of() as session:
     with pytest.raises(tf.errors.InvalidArgumentError,
                        match=r"`moving_rate` must be in \[0, 1\], got"):
       session.run(train, {rate: value})
@@ -490,7 +483,7 @@ def test_sparse_and_absent_gradients(kind, control_flow):
       (tf.IndexedSlices(tf.constant([2.0]), tf.constant([1]), [2]), a),
       (None, b)]))
   centers = [getter._global_map[v] for v in (a, b)]
-  with initialized() as session:
+  with session_of() as session:
     session.run([v.assign([0.0, 0.0]) for v in centers])
     session.run(train)
     assert np.array(session.run([a, b, *centers])).tolist() == [
@@ -558,7 +551,7 @@ def test_several_in_one_graph(kind, control_flow):
   train = [one.minimize(tf.reduce_sum(a), step, [a]),
            two.minimize(tf.reduce_sum(b), step, [b])]
   starts = [opt.get_init_op(0) for opt in (one, two)]
-  with initialized() as session:
+  with session_of() as session:
     session.run(starts)
     for _ in range(2):
       session.run(train)
@@ -806,7 +799,7 @@ def two_variables(kind):
                            partitioner=tf1.fixed_size_partitioner(2))
     other = tf1.get_variable("other", initializer=[5.0])
     opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
-    with initialized() as session:
+    with session_of() as session:
       session.run([v.assign(v + 10.0) for v in (a, *b)])
       yield session, a, b, other, opt
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import numerics
 import wrapopt
-from processes import run_python
 from training import GRAPH_MODES
 from training import MODES
 from training import ancestors
@@ -69,18 +68,6 @@ def test_a_subclass_is_not_taken_apart(rule):
     wrapopt.MovingAverageOptimizer(made, fused=True)
 
 
-def test_what_a_subclass_overrides_is_called():
-  class Twice(v1.GradientDescentOptimizer):
-
-    def _resource_apply_dense(self, grad, handle):
-      return super()._resource_apply_dense(2 * grad, handle)
-
-  v = tf.Variable([1.0])
-  opt = wrapopt.MovingAverageOptimizer(Twice(0.5), 0.5)
-  opt.apply_gradients([(tf.constant([1.0]), v)])
-  assert v.numpy() == [0.0] and opt.average(v).numpy() == [0.5]
-
-
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 @pytest.mark.parametrize("on_class", [False, True])
 def test_what_is_set_on_an_optimizer_is_called(mode, on_class, monkeypatch):
@@ -123,14 +110,6 @@ def test_what_has_no_such_op(make):
   assert not wrapopt.MovingAverageOptimizer(make()).fused
   with pytest.raises(ValueError, match="`fused` must not be True: "):
     wrapopt.MovingAverageOptimizer(make(), fused=True)
-
-
-def test_a_constraint_is_kept():
-  v = tf.Variable([1.0], constraint=lambda x: tf.maximum(x, 0.75))
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.GradientDescentOptimizer(0.5), 0.5, fused=True)
-  opt.apply_gradients([(tf.constant([1.0]), v)])
-  assert v.numpy() == [0.75] and opt.average(v).numpy() == [0.875]
 
 
 # Devices.
@@ -181,56 +160,6 @@ def test_one_op_per_device_and_dtype_and_kind_in_a_graph():
           first[1], first[2] = 0, 2
         np.testing.assert_array_equal(got, 2.5 * first)
         np.testing.assert_array_equal(session.run(opt.average(v)), 1.5 * first)
-
-
-TWO_DEVICES = """
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import wrapopt
-
-variables = []
-for device in ("/cpu:1", "/cpu:0"):
-  with tf.device(device):
-    variables += [tf.Variable(tf.zeros([2]), name=f"{k}{device[-1]}")
-                  for k in ("dense", "sparse", "none")]
-opt = wrapopt.MovingAverageOptimizer(
-    tf.compat.v1.train.AdamOptimizer(1.0, 0.5, 0.75, epsilon=1e-7), 0.5)
-
-def step():
-  opt.apply_gradients([(
-      {"d": -tf.ones([2]), "n": None,
-       "s": tf.IndexedSlices(-tf.ones([1]), tf.constant([1]), [2])}[v.name[0]],
-      v) for v in variables])
-
-step()
-function = tf.function(step)
-function()
-# Each step of Adam is of size 1 where all gradients are the same.
-for v in variables:
-  average = opt.average(v)
-  print(v.name[:-2], v.device[-5:], v.numpy().round(5).tolist(), (
-      None if average is None else
-      (average.device[-5:], average.numpy().round(5).tolist())))
-print(sorted((op.get_attr("rule").decode(), op.get_attr("NI"),
-              op.get_attr("NV"), op.device[-5:])
-             for op in function.get_concrete_function().graph.get_operations()
-             if op.type.startswith("Wrapopt>")))
-"""
-
-
-def test_two_devices_eagerly_and_in_a_function():
-  process = run_python("-c", TWO_DEVICES)
-  assert process.returncode == 0, process.stderr
-  *lines, ops = process.stdout.splitlines()
-  assert lines == [line for n in "10" for line in (
-      f"dense{n} CPU:{n} [2.0, 2.0] ('CPU:{n}', [1.25, 1.25])",
-      f"sparse{n} CPU:{n} [0.0, 2.0] ('CPU:{n}', [0.0, 1.25])",
-      f"none{n} CPU:{n} [0.0, 0.0] None")]
-  # One tensor holds the handles of a dense step.
-  assert ops == str([("Adam", 0, 1, "CPU:0"), ("Adam", 0, 1, "CPU:1"),
-                     ("Adam", 1, 4, "CPU:0"), ("Adam", 1, 4, "CPU:1")])
 
 
 # Locks.

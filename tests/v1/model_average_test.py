@@ -531,11 +531,12 @@ def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
   and the inner optimizer's.
   """
   monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
-  few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
+  n = 8
+  few, many = (nodes_that_run(count, kind, 9) for count in (n, 2 * n))
   variable = "VarHandleOp" if kind else "VariableV2"
   assert many - few == {
-      variable: 2 * 20, "Const": 20, "ResourceApplyGradientDescent" if kind else
-      "ApplyGradientDescent": 20}
+      variable: 2 * n, "Const": n, "ResourceApplyGradientDescent" if kind else
+      "ApplyGradientDescent": n}
   assert not few - many
   assert not [op for op in many if op.startswith("Wrapopt>")]
   a_round = nodes_that_run(2, kind, interval=1)
@@ -607,14 +608,13 @@ def test_apply_gradients_is_checked():
     opt = worker.optimizer()
     g = tf.constant(1.0)
     before = len(worker.graph.get_operations())
-    with pytest.raises(ValueError, match="Must supply at least one variable"):
-      opt.apply_gradients([], step)
-    with pytest.raises(ValueError, match="Global step is required"):
-      opt.apply_gradients([(g, v)])
-    with pytest.raises(TypeError, match="`global_step` must be a variable"):
-      opt.apply_gradients([(g, v)], 3)
-    with pytest.raises(ValueError, match="No gradients provided"):
-      opt.apply_gradients([(None, v)], step)
+    for pairs, count, error, text in (
+        ([], step, ValueError, "Must supply at least one variable"),
+        ([(g, v)], None, ValueError, "Global step is required"),
+        ([(g, v)], 3, TypeError, "`global_step` must be a variable"),
+        ([(None, v)], step, ValueError, "No gradients provided")):
+      with pytest.raises(error, match=text):
+        opt.apply_gradients(pairs, count)
     with pytest.raises(ValueError, match="Global step is required"):
       opt.minimize(g * v)
     assert len([op for op in worker.graph.get_operations()[before:]

@@ -9,6 +9,7 @@ optimizer_contract_test.py.
 import collections
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -38,6 +39,11 @@ from training import train
 from training import type_of
 
 v1 = tf.compat.v1
+
+# Before TensorFlow starts: a device for each of two replicas.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
 # The argument `fused`: one pass for step and averages, or two.
@@ -291,35 +297,6 @@ def test_one_minus_decay_is_computed_in_float64(fused):
   assert np.float32(1) - np.float32(0.9999) != opt.average(w).numpy()
 
 
-class SetTo(v1.train.Optimizer):
-  """A step sets the variables to their "gradients"."""
-
-  def __init__(self):
-    super().__init__(use_locking=False, name="SetTo")
-
-  def _apply_dense(self, grad, var):
-    return var.assign(grad).op
-
-  def _resource_apply_dense(self, grad, var):
-    return var.assign(grad)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_decay_0_copies_and_decay_1_keeps(dtype, mode):
-  # Whatever the numbers. s + 1 (v - s) alone would lose all of a v that is
-  # small beside s, and s + 0 (v - s) makes a NaN of an infinite v.
-  initial = np.array([1, 1, 1, 1, 0, np.inf], dtype)
-  after = np.array([1e-7, np.inf, -np.inf, np.nan, -0.0, 2], dtype)
-  trace = train(
-      mode, lambda step: wrapopt.MovingAverageOptimizer(SetTo(), [0, 1]),
-      {"w": initial}, [{"w": after}])
-  [slots] = trace.slots
-  assert_same_bits(trace.values[1], [after])
-  assert_same_bits([slots["ExponentialMovingAverage_0", 0],
-                    slots["ExponentialMovingAverage_1", 0]], [after, initial])
-
-
 # Graphs.
 
 
@@ -496,6 +473,41 @@ def test_devices(kind, fused):
     with opt.averaged_weights(session):
       assert session.run([a, b, c]) == [0.5] * 3
     assert session.run([a, b, c]) == [1] * 3
+
+
+def test_two_devices_eagerly_and_in_a_function():
+  variables = []
+  for device in ("/cpu:1", "/cpu:0"):
+    with tf.device(device):
+      variables += [tf.Variable(tf.zeros([2]), name=name)
+                    for name in ("dense", "sparse", "none")]
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.AdamOptimizer(1.0, 0.5, 0.75, epsilon=1e-7), 0.5)
+
+  def step():
+    sparse = tf.IndexedSlices(-tf.ones([1]), tf.constant([1]), [2])
+    opt.apply_gradients(zip([-tf.ones([2]), sparse, None] * 2, variables))
+
+  step()
+  function = in_function(step)
+  function()
+  # Each step of Adam is of size 1 where all gradients are the same.
+  for v, want in zip(variables, [[2, 2], [0, 2], [0, 0]] * 2):
+    np.testing.assert_allclose(v, want, atol=1e-5)
+    average = opt.average(v)
+    assert (average is None) == (want == [0, 0])
+    if average is not None:
+      assert average.device == v.device
+      np.testing.assert_allclose(average, np.multiply(want, 0.625), atol=1e-5)
+  assert [v.device[-5:] for v in variables] == ["CPU:1"] * 3 + ["CPU:0"] * 3
+  # One tensor holds the handles of a dense step.
+  assert sorted(
+      (op.get_attr("rule"), op.get_attr("NI"), op.get_attr("NV"),
+       op.device[-5:])
+      for op in function.get_concrete_function().graph.get_operations()
+      if op.type.startswith("Wrapopt>")) == [
+          (b"Adam", 0, 1, "CPU:0"), (b"Adam", 0, 1, "CPU:1"),
+          (b"Adam", 1, 4, "CPU:0"), (b"Adam", 1, 4, "CPU:1")]
 
 
 @both_paths
@@ -1005,154 +1017,154 @@ def test_slots_and_variables(kind):
 
 # tf.distribute.
 
-DISTRIBUTED = """
-import sys
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import wrapopt
-
-strategy = {
+STRATEGIES = {
     "Mirrored": tf.distribute.MirroredStrategy,
-    "CentralStorage": tf.distribute.experimental.CentralStorageStrategy,
-}[sys.argv[1]](["/cpu:0", "/cpu:1"])
-with strategy.scope():
-  w = tf.Variable([0.0, 0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      tf.compat.v1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75])
+    "CentralStorage": tf.distribute.experimental.CentralStorageStrategy}
 
-@tf.function
-def step():
-  def replica():
-    # Each replica's gradient is half of what all apply.
-    opt.apply_gradients([(tf.constant([-0.5, -0.5]), w)])
-  strategy.run(replica)
 
-def show(*variables):
-  print([sorted({float(x[0]) for x in strategy.experimental_local_results(v)})
-         for v in variables])
+# The collectives of a second strategy would have the keys of the first one's.
+@functools.cache
+def strategy_of(name):
+  return STRATEGIES[name](["/cpu:0", "/cpu:1"])
 
-for _ in range(2):
-  step()
-  show(w, opt.get_slot(w, "momentum"), opt.average(w), opt.average(w, 0.75))
-with opt.averaged_weights():
-  show(w, opt.average(w, 0.75))
-show(w, opt.average(w))
-print([v.device[-5:] for v in getattr(opt.average(w), "values", ())])
-"""
+
+def copies(strategy, *variables):
+  """For each variable, the different values that it has in replicas."""
+  return [sorted({float(x[0]) for x in strategy.experimental_local_results(v)})
+          for v in variables]
 
 
 @pytest.mark.parametrize("strategy, devices", [
     ("Mirrored", ["CPU:0", "CPU:1"]), ("CentralStorage", [])])
 def test_a_strategy(strategy, devices):
-  process = run_python("-c", DISTRIBUTED, strategy, TF_USE_LEGACY_KERAS="1")
-  assert process.returncode == 0, process.stderr
+  strategy = strategy_of(strategy)
+  with strategy.scope():
+    w = tf.Variable([0.0, 0.0])
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75])
+  # Each replica's gradient is half of what all apply.
+  step = in_function(lambda: strategy.run(lambda: opt.apply_gradients(
+      [(tf.constant([-0.5, -0.5]), w)])))
   # Weights: 1, then 1 + 1.5. Averages: half of 1, then half way to 2.5; and a
   # quarter. The same in both replicas.
-  assert process.stdout.splitlines() == [
-      "[[1.0], [-1.0], [0.5], [0.25]]",
-      "[[2.5], [-1.5], [1.5], [0.8125]]",
-      "[[1.5], [0.8125]]",
-      "[[2.5], [1.5]]",
-      str(devices)]
+  for want in ([[1], [-1], [0.5], [0.25]], [[2.5], [-1.5], [1.5], [0.8125]]):
+    step()
+    assert copies(strategy, w, opt.get_slot(w, "momentum"), opt.average(w),
+                  opt.average(w, 0.75)) == want
+  with opt.averaged_weights():
+    assert copies(strategy, w, opt.average(w, 0.75)) == [[1.5], [0.8125]]
+  assert copies(strategy, w, opt.average(w)) == [[2.5], [1.5]]
+  assert [v.device[-5:] for v in getattr(opt.average(w), "values", ())] == (
+      devices)
 
 
-# As above, in a graph of TensorFlow 1; and as TensorFlow's own
-# `optimizer_test.testGetSlotUnderDistributedStrategy` has it.
-DISTRIBUTED_V1 = """
-import sys
-import tensorflow as tf
-tf1 = tf.compat.v1
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import wrapopt
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_in_a_graph(strategy, fused, tmp_path):
+  with tf.Graph().as_default() as graph:
+    strategy = STRATEGIES[strategy](["/cpu:0", "/cpu:1"])
+    with strategy.scope():
+      w = v1.get_variable("w", initializer=[0.0, 0.0])
+      h = v1.get_variable("h", initializer=tf.zeros([2], tf.float16))
+      step = v1.train.get_or_create_global_step()
+      opt = wrapopt.MovingAverageOptimizer(
+          v1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75],
+          shadow_dtype=tf.float32, fused=fused)
+    results = strategy.experimental_local_results
 
-def new_strategy():
-  return {
-      "Mirrored": tf.distribute.MirroredStrategy,
-      "CentralStorage": tf.distribute.experimental.CentralStorageStrategy,
-  }[sys.argv[1]](["/cpu:0", "/cpu:1"])
+    def replica():
+      g = tf.constant([-0.5, -0.5])
+      return opt.apply_gradients([(g, w), (tf.cast(g, tf.float16), h)], step)
 
-def test(fused):
-  strategy = new_strategy()
+    train_op = results(strategy.run(replica))
+    saver = opt.swapping_saver()
+    values = [[results(v) for v in (x, opt.average(x), opt.average(x, 0.75))]
+              for x in (w, h)]
+    with session_of() as session:
+      graph.finalize()
+
+      def check(*want, which=slice(None)):
+        # Of w and of h: the values that are in any replica.
+        assert [[{float(y[0]) for y in x} for x in row] for row in session.run(
+            [row[which] for row in values])] == [[{x} for x in want]] * 2
+
+      run(session, train_op)
+      check(1, 0.5, 0.25)
+      run(session, train_op)
+      check(2.5, 1.5, 0.8125)
+      with opt.averaged_weights(session):
+        check(1.5, 0.8125, which=slice(0, 3, 2))
+      check(2.5, 1.5, 0.8125)
+      path = saver.save(session, str(tmp_path / "model"),
+                        write_meta_graph=False)
+      assert tf.train.load_variable(path, "w")[0] == 1.5
+      opt.seed_averages(session)
+      check(2.5, 2.5, 2.5)
+      saver.restore(session, path)
+      check(2.5, 1.5, 0.8125)
+
+
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_slots_of_a_strategy_in_a_graph(strategy, fused):
+  """As TensorFlow's `optimizer_test.testGetSlotUnderDistributedStrategy`."""
+  with tf.Graph().as_default():
+    opt = wrapopt.MovingAverageOptimizer(v1.train.AdamOptimizer(), fused=fused)
+    kinds = []
+
+    def replica():
+      v = v1.Variable([1.0])
+      opt.apply_gradients([(tf.convert_to_tensor([1.0]), v)])
+      for name in opt.get_slot_names():
+        kinds.append(type(opt.get_slot(v, name)) is type(v))
+
+    STRATEGIES[strategy](["/cpu:0", "/cpu:1"]).run(replica)
+    # All slots are as the variable is: m, v and the average, in two replicas.
+    assert kinds == [True] * 3 * 2 and len(opt.averages()) == 1
+
+
+@pytest.mark.parametrize("how", ["list", "function"])
+def test_some_variables_in_a_strategy(how):
+  strategy = strategy_of("Mirrored")
   with strategy.scope():
-    w = tf1.get_variable("w", initializer=[0.0, 0.0])
-    h = tf1.get_variable("h", initializer=tf.zeros([2], tf.float16))
-    step = tf1.train.get_or_create_global_step()
-    opt = wrapopt.MovingAverageOptimizer(
-        tf1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75],
-        shadow_dtype=tf.float32, fused=fused)
-  results = strategy.experimental_local_results
+    a, b = tf.Variable([0.0]), tf.Variable([0.0])
+    opt = wrap(0.5, update_every=2, variables=(
+        [a] if how == "list" else lambda v: v is a))
+  step = in_function(lambda: strategy.run(lambda: opt.apply_gradients(
+      [(tf.constant([-0.5]), a), (tf.constant([-0.5]), b)])))
+  # a is 1, 2, 3, 4; its average moves in each second step.
+  for want in 0, 1, 1, 2.5:
+    step()
+    assert copies(strategy, opt.average(a)) == [[want]]
+  assert opt.average(b) is None
+  with opt.averaged_weights():
+    assert copies(strategy, a, b) == [[2.5], [4]]
+
+
+@pytest.mark.parametrize("is_summed_on_read", [False, True])
+def test_an_untrained_variable_in_a_strategy(is_summed_on_read):
+  strategy = strategy_of("Mirrored")
+  with strategy.scope():
+    a = tf.Variable([0.0])
+    mean = tf.Variable(
+        [0.0], trainable=False, aggregation=tf.VariableAggregation.MEAN,
+        synchronization=(tf.VariableSynchronization.ON_READ if is_summed_on_read
+                         else tf.VariableSynchronization.AUTO))
+    opt = wrap(0.5, variables=[a, mean])
 
   def replica():
-    g = tf.constant([-0.5, -0.5])
-    return opt.apply_gradients([(g, w), (tf.cast(g, tf.float16), h)], step)
+    mean.assign_add([1.0])
+    opt.apply_gradients([(tf.constant([-0.5]), a)])
 
-  train = results(strategy.run(replica))
-  init = tf1.global_variables_initializer()
-  saver = opt.swapping_saver()
-  values = [[results(v) for v in (x, opt.average(x), opt.average(x, 0.75))]
-            for x in (w, h)]
-  tf1.get_default_graph().finalize()
-  with tf1.Session() as session:
-    def show(what, which=slice(None)):
-      # Of w and of h: the values that are in any replica.
-      print(what, *[[sorted({float(y[0]) for y in x}) for x in row]
-                    for row in session.run([row[which] for row in values])])
-
-    session.run(init)
-    for _ in range(2):
-      session.run(train)
-      show("step")
-    with opt.averaged_weights(session):
-      show("averaged", slice(0, 3, 2))
-    show("raw")
-    path = saver.save(session, sys.argv[2])
-    print("saved", tf.train.load_checkpoint(path).get_tensor("w")[0])
-    opt.seed_averages(session)
-    show("seeded")
-    saver.restore(session, path)
-    show("restored")
-
-def get_slot(fused):
-  opt = wrapopt.MovingAverageOptimizer(tf1.train.AdamOptimizer(), fused=fused)
-  kinds = []
-
-  def f():
-    v = tf1.Variable([1.0])
-    opt.apply_gradients([(tf.convert_to_tensor([1.0]), v)])
-    for name in opt.get_slot_names():
-      kinds.append(type(opt.get_slot(v, name)) is type(v))
-  strategy = new_strategy()
-  strategy.run(f)
-  print(sorted(set(kinds)), len(kinds) // 3, "replicas,", len(opt.averages()))
-
-for fused in None, False:
-  for body in test, get_slot:
-    with tf.Graph().as_default():
-      body(fused)
-"""
-
-
-@pytest.mark.parametrize("strategy", ["Mirrored", "CentralStorage"])
-def test_a_strategy_in_a_graph(strategy, tmp_path):
-  process = run_python("-c", DISTRIBUTED_V1, strategy, str(tmp_path / "model"),
-                       TF_USE_LEGACY_KERAS="1")
-  assert process.returncode == 0, process.stderr
-  two = "[[2.5], [1.5], [0.8125]]"
-  expected = [
-      "step [[1.0], [0.5], [0.25]] [[1.0], [0.5], [0.25]]",
-      f"step {two} {two}",
-      "averaged [[1.5], [0.8125]] [[1.5], [0.8125]]",
-      f"raw {two} {two}",
-      "saved 1.5",
-      "seeded [[2.5], [2.5], [2.5]] [[2.5], [2.5], [2.5]]",
-      f"restored {two} {two}",
-      # All slots are as the variable is: m, v and the average.
-      "[True] 2 replicas, 1"]
-  assert process.stdout.splitlines() == expected * 2
+  step = in_function(lambda: strategy.run(replica))
+  if is_summed_on_read:
+    with pytest.raises(NotImplementedError,
+                       match="which is another one in each replica"):
+      step()
+    return
+  for want in 0.5, 1.25:  # Of 1 and 2.
+    step()
+    assert copies(strategy, opt.average(mean)) == [[want]]
 
 
 # Averages before the first step

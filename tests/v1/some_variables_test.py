@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from processes import run_python
 from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
@@ -531,75 +530,3 @@ def test_copies():
   for o, x, y in (opt, a, b), (copied, a, b), (with_variables, a2, b2):
     o.apply_gradients([(-tf.ones(1), x), (-tf.ones(1), y)])
     assert o.average(x) is not None and o.average(y) is None
-
-
-STRATEGY = """
-import sys
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import wrapopt
-
-strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
-with strategy.scope():
-  a, b = tf.Variable([0.0]), tf.Variable([0.0])
-  step = tf.Variable(0, trainable=False)
-  opt = wrapopt.MovingAverageOptimizer(
-      tf.compat.v1.train.GradientDescentOptimizer(1.0), 0.5,
-      variables=[a] if sys.argv[1] == "list" else lambda v: v is a,
-      update_every=2)
-
-@tf.function
-def train():
-  strategy.run(lambda: opt.apply_gradients(
-      [(tf.constant([-0.5]), a), (tf.constant([-0.5]), b)]))
-
-def show(v):
-  print([float(x[0]) for x in strategy.experimental_local_results(v)])
-
-for _ in range(4):
-  train()
-  show(opt.average(a))
-assert opt.average(b) is None
-with opt.averaged_weights():
-  show(a)
-  show(b)
-if sys.argv[1] == "list":
-  with strategy.scope():
-    mean = tf.Variable([0.0], trainable=False, aggregation=(
-        tf.VariableAggregation.MEAN))
-    own = tf.Variable([0.0], trainable=False, aggregation=(
-        tf.VariableAggregation.MEAN), synchronization=(
-            tf.VariableSynchronization.ON_READ))
-    opts = [wrapopt.MovingAverageOptimizer(
-        tf.compat.v1.train.GradientDescentOptimizer(1.0), 0.5,
-        variables=[a, v]) for v in (mean, own)]
-
-  @tf.function
-  def train(opt):
-    def step():
-      mean.assign_add([1.0])
-      opt.apply_gradients([(tf.constant([-0.5]), a)])
-    strategy.run(step)
-
-  for _ in range(2):
-    train(opts[0])
-    show(opts[0].average(mean))
-  try:
-    train(opts[1])
-  except NotImplementedError as e:
-    assert "which is another one in each replica" in str(e), e
-  else:
-    raise AssertionError
-"""
-
-
-@pytest.mark.parametrize("how", ["list", "function"])
-def test_in_a_strategy(how):
-  process = run_python("-c", STRATEGY, how)
-  assert process.returncode == 0, process.stderr
-  # a is 1, 2, 3, 4; its average moves in each second step.
-  # A variable that no step trains is 1, 2.
-  assert process.stdout.splitlines() == [f"[{x}, {x}]" for x in (
-      0.0, 1.0, 1.0, 2.5, 2.5, 4.0, *((0.5, 1.25) if how == "list" else ()))]
