@@ -838,13 +838,6 @@ def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
           tmp_path / "new" / "folder" / f"out{output}")
 
 
-def test_a_file_that_is_cut(tmp_path, two):
-  os.truncate(two[1] + ".data-00000-of-00001", 5)
-  refused(tmp_path, OSError,
-          "Variable '[bw]' of .*in-1 cannot be read: (?!Graph)",
-          checkpoints.merge, two, tmp_path / "out")
-
-
 def test_directories_are_in_the_order_of_their_numbers(tmp_path):
   for i in 10, 9, 100:
     save_by_saver(tmp_path / f"model.ckpt-{i}", {"w": np.float32(i)})

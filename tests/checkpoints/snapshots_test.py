@@ -14,8 +14,8 @@ import tensorflow as tf
 import wrapopt
 from snapshot_kills import check_whole
 from snapshot_kills import kill_in_a_loop
-from training import GRAPH_MODES
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _files
@@ -107,25 +107,23 @@ def test_exponents_far_from_those_of_snapshots(gamma):
 # Sessions
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_snapshots_of_a_session(tmp_path, kind, dtype):
   directory = tmp_path / "snapshots"
-  with graph_of(kind):
-    step = v1.train.get_or_create_global_step()
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), [NARROW, 0.5],
-        shadow_dtype=tf.float32)
-    v = v1.get_variable("v", [3], initializer=v1.zeros_initializer)
-    h = v1.get_variable("h", [2], tf.float16, v1.zeros_initializer)
-    parts = v1.get_variable("parts", [4, 2], initializer=v1.zeros_initializer,
-                            partitioner=v1.fixed_size_partitioner(2))
-    train = opt.apply_gradients(
-        [(-tf.ones_like(x), x) for x in (v, h, *parts)], step)
-    hook = checkpoints.SnapshotHook(opt, directory, 3, dtype)
-    with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
-      for _ in range(7):
-        session.run(train)
+  step = v1.train.get_or_create_global_step()
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), [NARROW, 0.5],
+      shadow_dtype=tf.float32)
+  v = v1.get_variable("v", [3], initializer=v1.zeros_initializer)
+  h = v1.get_variable("h", [2], tf.float16, v1.zeros_initializer)
+  parts = v1.get_variable("parts", [4, 2], initializer=v1.zeros_initializer,
+                          partitioner=v1.fixed_size_partitioner(2))
+  train = opt.apply_gradients(
+      [(-tf.ones_like(x), x) for x in (v, h, *parts)], step)
+  hook = checkpoints.SnapshotHook(opt, directory, 3, dtype)
+  with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+    for _ in range(7):
+      session.run(train)
   for decay in NARROW, 0.5:
     for at in 3, 6:
       values = values_of(directory / f"snapshot-{at}-{decay}")

@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import isas
 import modes
 import numerics
 from modes import address
 from modes import at_build
+from modes import builds
 from modes import called
 from modes import handle_of
 from modes import handles
 from modes import mode  # pylint: disable=unused-import
+from modes import native_name
 from modes import put_into_copy_on_read_mode
 from modes import refused
+from modes import shown
 from modes import tf1
 from numerics import BFLOAT16, DOUBLE, FLOAT, HALF
-from processes import run_python
 from threads import in_threads
-from wrapopt import _native
 from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
 
@@ -180,36 +182,14 @@ def specials(dtypes):
 
 @pytest.mark.cpu("is about the CPU's kernels")
 def test_instruction_sets_agree_bit_for_bit(tmp_path):
-  isas = _native.cpu_isas()
-  assert len(isas) > 1
-  results = {}
-  for isa in isas:
-    process = run_python("-c", ON_ISA, str(tmp_path / isa) + ".npz",
-                         WRAPOPT_CPU_ISA=isa, pythonpath=[
-                             str(__file__).rpartition("/")[0]])
-    assert process.returncode == 0, process.stderr
-    with np.load(str(tmp_path / isa) + ".npz") as loaded:
-      results[isa] = list(loaded.values())
-  at = 0
+  wanted = []
   for dtypes in DTYPES:
     targets, sources = specials(dtypes)
-    for row in targets:
-      for i, given in enumerate(row):
-        got = {isa: result[at].view(given.dtype)
-               for isa, result in results.items()}
-        at += 1
-        for isa in isas:
-          numerics.assert_same_numbers(got[isa], got["baseline"], isa)
-        # Of what is finite, the numbers are right.
-        x = [s[i] for s in sources]
-        with np.errstate(invalid="ignore"):
-          want, tolerance = numerics.averaging_assign(
-              given, x, WEIGHTS[:len(x)], RATE)
-        finite = np.isfinite(want)
-        numerics.assert_close(got["baseline"][finite], want[finite],
-                              tolerance[finite])
-        assert not np.isfinite(got["baseline"][~finite].astype(DOUBLE)).any()
-  assert at == len(results["baseline"])
+    for given, *x in [each for row in targets for each in zip(row, *sources)]:
+      with np.errstate(invalid="ignore"):
+        wanted.append((given.dtype, *numerics.averaging_assign(
+            given, x, WEIGHTS[:len(x)], RATE)))
+  isas.assert_agree(isas.results_of(ON_ISA, tmp_path), wanted)
 
 
 def sum_in_order(arrays, weights, dtype):
@@ -307,14 +287,6 @@ def test_a_mean_of_large_numbers_does_not_overflow(mode, dtype, large, count):
   assert np.all(np.abs(got / want - 1) <= 2 * count * eps + float(step) / 2)
 
 
-def test_none_is_the_mean_and_weights_need_not_be(mode):
-  a, b, c = (mode.variable(FLOAT.type([x])) for x in (1, 2, 6))
-  t = mode.variable(FLOAT.type([0]))
-  for weights, want in ((None, 3), ([1, 1, 1], 9), ([3, 0, -0.5], 0)):
-    mode.run(lambda: averaging_assign([t], [[a], [b], [c]], weights))  # pylint: disable=cell-var-from-loop
-    assert mode.values([t])[0].item() == pytest.approx(want, rel=1e-7)
-
-
 def test_weights_and_rates_of_all_kinds(mode):
   a, b = mode.variable(FLOAT.type([1])), mode.variable(FLOAT.type([3]))
   scalar = mode.variable(np.float64(0.25))
@@ -378,15 +350,6 @@ def test_iterators_and_single_variables(mode):
 # Targets that are sources
 
 
-def test_elastic_averaging(mode):
-  # x += alpha (c - x) and c += alpha (x - c), both of the values before.
-  x, c = mode.variable(FLOAT.type([8])), mode.variable(FLOAT.type([0]))
-  for _ in range(2):
-    mode.run(lambda: averaging_assign([[x], [c]], [[x], [c]], rate=2 * 0.125))
-  # 8, 0; then 7, 1; then 6.25, 1.75.
-  assert [v.item() for v in mode.values([x, c])] == [6.25, 1.75]
-
-
 def test_lookahead(mode):
   # slow += alpha (fast - slow), then fast = slow; slow in float32.
   fast = mode.variable(np.array([1], BFLOAT16))
@@ -394,14 +357,6 @@ def test_lookahead(mode):
   mode.run(lambda: averaging_assign([[fast], [slow]], [[fast], [slow]],
                                     [0.5, 0.5]))
   assert [v.item() for v in mode.values([fast, slow])] == [1, 1 + 2**-13]
-
-
-def test_stochastic_weight_averaging(mode):
-  v, mean = mode.variable(FLOAT.type([0])), mode.variable(FLOAT.type([0]))
-  for n, value in enumerate([4, 8, 3]):
-    mode.run(lambda: tf1.assign(v, FLOAT.type([value])))  # pylint: disable=cell-var-from-loop
-    mode.run(lambda: averaging_assign(mean, v, rate=1 / (n + 1)))  # pylint: disable=cell-var-from-loop
-  assert mode.values([mean])[0].item() == 5
 
 
 @pytest.mark.parametrize("use_locking", [True, False])
@@ -448,25 +403,6 @@ def test_a_source_that_is_the_value_of_a_target(mode):
 
 def op_types(graph):
   return [op.type for op in graph.get_operations()]
-
-
-def test_a_function_holds_one_op_and_is_traced_once():
-  traces = []
-  a, b, t = (tf.Variable([x]) for x in (2., 6., 0.))
-
-  @tf.function
-  def update(weights, rate):
-    traces.append(rate)
-    assert averaging_assign([t], [[a], [b]], weights, rate) is None
-
-  update(tf.constant([0.5, 0.5]), tf.constant(0.25))
-  assert t.numpy() == 1
-  update(tf.constant([1., 0.]), tf.constant(1.))
-  assert t.numpy() == 2
-  assert len(traces) == 1
-  graph = update.get_concrete_function(tf.constant([0., 0.]),
-                                       tf.constant(0.)).graph
-  assert op_types(graph).count("Wrapopt>AveragingAssign") == 1
 
 
 @modes.only(*modes.graphs())
@@ -557,24 +493,6 @@ def test_the_caller_is_in_the_scope_of_a_device_that_has_no_kernel(mode):
   assert mode.values([t])[0].item() == 3
 
 
-# Not version 2 with ref variables: TensorFlow passes these into a branch by
-# value, so that not even its own assign works there.
-@pytest.mark.parametrize("mode, v2", [
-    (modes.Graph(True), False), (modes.Graph(True), True),
-    (modes.Graph(False), False)], indirect=["mode"])
-def test_in_a_cond(mode, v2):
-  s, t = mode.variable(FLOAT.type([1])), mode.variable(FLOAT.type([0]))
-  wanted = tf1.placeholder(tf.bool, [])
-  with modes.control_flow(v2):
-    op = tf1.cond(
-        wanted, lambda: averaging_assign([t], [[s], [t], [tf.constant([2.])]],
-                                         [0.25, 0.5, 0.5]), tf.no_op)
-  mode.session.run(op, {wanted: False})
-  assert mode.values([t])[0].item() == 0
-  mode.session.run(op, {wanted: True})
-  assert mode.values([t])[0].item() == 1.25
-
-
 # Refusals. Each names the input and both sides, and changes nothing.
 
 
@@ -633,67 +551,56 @@ def test_a_target_that_is_a_source_of_another(mode):
 def test_another_dtype_than_the_op_s(mode):
   s, t = good(mode)
   d = mode.variable(np.array([5., 6.]), name="d")
-  name = " " + called("d") if mode.name == "eager" else ""
-  others = [s, t, d]
-  refused(mode, others, at_build(mode, InvalidArgument),
-          rf"sources\[1\]{name} must be of dtype float, the op's, got double",
-          lambda: raw_assign(mode, [t], [s, d], n=1))
-  refused(mode, others, at_build(mode, InvalidArgument),
-          rf"targets\[1\]{name} must be of dtype half, the op's, or float, got "
-          "double", lambda: raw_assign(mode, [t, d], [s], n=1, T=tf.float16))
-  refused(mode, others, at_build(mode, InvalidArgument),
-          r"tensors\[1\] must be of dtype float, the op's, got double",
-          lambda: raw_assign(mode, [t], [], [s.read_value(), d.read_value()],
-                             n=1))
-  # The rows of one op are of one dtype each.
   t2 = mode.variable(FLOAT.type([7, 8]), name="t2")
   h = mode.variable(np.array([1, 2], HALF), name="h")
-  others += [t2, h]
-  h_name, t2_name, s_name = (
+  d_name, h_name, t2_name, s_name = (
       " " + called(name) if mode.name == "eager" else ""
-      for name in ("h", "t2", "s0"))
-  refused(mode, others, at_build(mode, InvalidArgument),
-          rf"sources\[1\]{h_name} must be of dtype float \(the dtype of "
-          rf"sources\[0\]{s_name}, the first of its row\), got half",
-          lambda: raw_assign(mode, [t, t2], [s, h], T=tf.float16))
-  refused(mode, others, at_build(mode, InvalidArgument),
-          rf"targets\[1\]{t2_name} must be of dtype half \(the dtype of "
-          rf"targets\[0\]{h_name}, the first of its row\), got float",
-          lambda: raw_assign(mode, [h, t2], [s, s], T=tf.float16))
-  refused(mode, others, at_build(mode, InvalidArgument),
-          r"tensors\[1\] must be of dtype half \(the dtype of tensors\[0\], "
-          r"the first of its row\), got float",
-          lambda: raw_assign(mode, [t, t2], [],
-                             [h.read_value(), s.read_value()], T=tf.float16))
+      for name in ("d", "h", "t2", "s0"))
+  values = lambda *variables: [v.read_value() for v in variables]
+  for text, build in (
+      (rf"sources\[1\]{d_name} must be of dtype float, the op's, got double",
+       lambda: raw_assign(mode, [t], [s, d], n=1)),
+      (rf"targets\[1\]{d_name} must be of dtype half, the op's, or float, got "
+       "double", lambda: raw_assign(mode, [t, d], [s], n=1, T=tf.float16)),
+      (r"tensors\[1\] must be of dtype float, the op's, got double",
+       lambda: raw_assign(mode, [t], [], values(s, d), n=1)),
+      # The rows of one op are of one dtype each.
+      (rf"sources\[1\]{h_name} must be of dtype float \(the dtype of "
+       rf"sources\[0\]{s_name}, the first of its row\), got half",
+       lambda: raw_assign(mode, [t, t2], [s, h], T=tf.float16)),
+      (rf"targets\[1\]{t2_name} must be of dtype half \(the dtype of "
+       rf"targets\[0\]{h_name}, the first of its row\), got float",
+       lambda: raw_assign(mode, [h, t2], [s, s], T=tf.float16)),
+      (r"tensors\[1\] must be of dtype half \(the dtype of tensors\[0\], "
+       r"the first of its row\), got float",
+       lambda: raw_assign(mode, [t, t2], [], values(h, s), T=tf.float16))):
+    refused(mode, [s, t, d, t2, h], at_build(mode, InvalidArgument), text,
+            build)
 
 
 def test_another_shape(mode):
   s, t = good(mode)
   w = mode.variable([5., 6., 7.], name="w")
   shape = r" misshapen: got \(3,\) but expected \(2,\) \(the shape of "
-  refused(mode, [s, t, w], ValueError,
-          rf"`sources\[1\]` \('w:0'\){shape}targets\[1\], 's0:0'\)\.",
-          lambda: averaging_assign([t, s], [t, w]))
-  refused(mode, [s, t, w], ValueError,
-          rf"`targets\[1\]\[0\]` \('w:0'\){shape}targets\[0\]\[0\], 't0:0'\)\.",
-          lambda: averaging_assign([[t], [w]], [s]))
-  refused(mode, [s, t, w], ValueError,
-          rf"`sources\[0\]`{shape}targets\[0\], 't0:0'\)\.",
-          lambda: averaging_assign([t], [w.read_value()]))
+  for text, build in (
+      (rf"`sources\[1\]` \('w:0'\){shape}targets\[1\], 's0:0'\)\.",
+       lambda: averaging_assign([t, s], [t, w])),
+      (rf"`targets\[1\]\[0\]` \('w:0'\){shape}targets\[0\]\[0\], 't0:0'\)\.",
+       lambda: averaging_assign([[t], [w]], [s])),
+      (rf"`sources\[0\]`{shape}targets\[0\], 't0:0'\)\.",
+       lambda: averaging_assign([t], [w.read_value()]))):
+    refused(mode, [s, t, w], ValueError, text, build)
   # The op itself says so when the graph is built, where there is one.
   w_name, t_name = (" " + called(name) if mode.name == "eager" else ""
                     for name in ("w", "t0"))
-  shape = rf"got \[3\] but expected \[2\] \(the shape of targets\[0\]{t_name}\)"
-  refused(mode, [s, t, w], at_build(mode, InvalidArgument),
-          rf"sources\[1\]{w_name} misshapen: {shape}",
-          lambda: raw_assign(mode, [t], [s, w], n=1))
-  refused(mode, [s, t, w], at_build(mode, InvalidArgument),
-          rf"targets\[1\]{w_name} misshapen: {shape}",
-          lambda: raw_assign(mode, [t, w], [s], n=1))
-  refused(mode, [s, t, w], at_build(mode, InvalidArgument),
-          rf"tensors\[1\] misshapen: {shape}",
-          lambda: raw_assign(mode, [t], [], [s.read_value(), w.read_value()],
-                             n=1))
+  for text, build in (
+      (rf"sources\[1\]{w_name}", lambda: raw_assign(mode, [t], [s, w], n=1)),
+      (rf"targets\[1\]{w_name}", lambda: raw_assign(mode, [t, w], [s], n=1)),
+      (r"tensors\[1\]", lambda: raw_assign(
+          mode, [t], [], [s.read_value(), w.read_value()], n=1))):
+    refused(mode, [s, t, w], at_build(mode, InvalidArgument),
+            rf"{text} misshapen: got \[3\] but expected \[2\] \(the shape of "
+            rf"targets\[0\]{t_name}\)", build)
 
 
 def test_another_shape_that_shows_when_it_runs(mode):
@@ -891,16 +798,10 @@ def test_shapes(ref, target, other, fits, where):
                for s in ([5], shapes["tensors[1]"])]
     op = (raw.wrapopt_averaging_assign_ref if ref
           else raw.wrapopt_averaging_assign)
-    build = lambda: op(targets, sources, tensors, [1., 1.], 1., N=2,  # pylint: disable=g-long-lambda-assignment
-                       T=tf.float32)
-    if fits:
-      assert not build().outputs
-      return
-    show = lambda shape: str(shape).replace("None", "?").replace(" ", "")
-    with pytest.raises(ValueError) as e:
-      build()
-    assert (f"{where} misshapen: got {show(other)} but expected {show(target)} "
-            "(the shape of targets[1])") in str(e.value)
+    builds(fits, lambda: op(targets, sources, tensors, [1., 1.], 1., N=2,
+                            T=tf.float32),
+           f"{where} misshapen: got {shown(other)} but expected "
+           f"{shown(target)} (the shape of targets[1])")
 
 
 @pytest.mark.parametrize("ref", [False, True])
@@ -918,19 +819,13 @@ def test_dtypes(ref, dtype, other, where):
     targets = [handle_of(ref, d, []) for d in (dtype, dtypes["targets[1]"])]
     op = (raw.wrapopt_averaging_assign_ref if ref
           else raw.wrapopt_averaging_assign)
-    build = lambda: op(  # pylint: disable=g-long-lambda-assignment
-        targets, [handle_of(ref, dtypes["sources[0]"], [])],
-        [tf1.placeholder(dtypes["tensors[0]"], [])], [1., 1.], 1., N=1, T=dtype)
-    if fits:
-      build()
-      return
-    names = {tf.half: "half", tf.float32: "float", tf.float64: "double"}
-    name = lambda dtype: names.get(dtype, dtype.name)
     low = dtype in (tf.half, tf.bfloat16)
-    with pytest.raises(ValueError) as e:
-      build()
-    assert (f"{where} must be of dtype {name(dtype)}, the op's"
-            f"{', or float' if low else ''}, got {name(other)}") in str(e.value)
+    builds(fits, lambda: op(
+        targets, [handle_of(ref, dtypes["sources[0]"], [])],
+        [tf1.placeholder(dtypes["tensors[0]"], [])], [1., 1.], 1., N=1,
+        T=dtype),
+           f"{where} must be of dtype {native_name(dtype)}, the op's"
+           f"{', or float' if low else ''}, got {native_name(other)}")
 
 
 # Readers

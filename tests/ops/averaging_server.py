@@ -2,6 +2,8 @@
 
 import itertools
 
+import numpy as np
+
 import averaging_task
 from averaging_task import FIRST
 import modes
@@ -43,6 +45,12 @@ class Server:
     return bool(self.run("stage", worker, known, weight,
                          len(values) if count is None else count, first,
                          [*values]))
+
+  def restore(self, *values, place=FIRST, generation=0, job=0, count=None):
+    """Begins a new generation with a center."""
+    known = np.array([f"{place[0]} {place[1]} 0 0 0"], object)
+    assert self.stage("a", known, *values, count=count)
+    assert self.run("restore", "a", generation, place, job)
 
   def bring(self, worker, *values, place=FIRST, weight=1.):
     accepted, _ = evaluate(self.mode, lambda: averaging_task.bring(

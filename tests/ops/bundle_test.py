@@ -9,6 +9,7 @@ import tensorflow as tf
 import wrapopt
 from training import ancestors
 from training import is_packed
+from training import session_of
 from wrapopt import _bundle
 from wrapopt import _loader
 
@@ -161,31 +162,6 @@ def in_a_loop(opt, variables):
   return lambda: function(tf.constant(2))
 
 
-def by_another_pack(opt, variables):
-  """Two ops that take no handle but those in their bundles."""
-  slots = [opt.get_slot(v, "momentum") for v in variables]
-  averages = [opt.average(v) for v in variables]
-
-  def by_hand():
-    wrapopt.ops.apply(
-        "Momentum", {"var": variables[::-1], "accum": slots[::-1]},
-        [tf.ones([2])] * len(variables), {"lr": 1.0, "momentum": 0.5},
-        shadows=averages[::-1], decay=0.5)
-
-  @tf.function
-  def function():
-    step_of(opt, variables)
-    by_hand()
-
-  def call():
-    before = read_all(opt, variables[0])
-    function()
-    return before, read_all(opt, variables[0])
-
-  call.function = function
-  return call
-
-
 @pytest.mark.parametrize("make_function", [
     steps_in_a_function, nested, in_branches, in_a_loop],
                          ids=lambda f: f.__name__)
@@ -201,13 +177,24 @@ def test_reads_are_in_program_order(make_function):
 
 
 def test_packs_that_share_variables_are_in_program_order():
+  """Two ops that take no handle but those in their bundles."""
   variables, opt = make()
-  call = by_another_pack(opt, variables)
-  first, second = call()
-  assert_history([first, second], ((1, 0, 1), (-1.5, 1.5, -0.5)))
-  graph = call.function.get_concrete_function().graph
-  one, two = [op for op in graph.get_operations()
-              if op.type == "Wrapopt>Apply"]
+  slots = [opt.get_slot(v, "momentum") for v in variables]
+  averages = [opt.average(v) for v in variables]
+
+  @tf.function
+  def function():
+    step_of(opt, variables)
+    wrapopt.ops.apply(
+        "Momentum", {"var": variables[::-1], "accum": slots[::-1]},
+        [tf.ones([2])] * len(variables), {"lr": 1.0, "momentum": 0.5},
+        shadows=averages[::-1], decay=0.5)
+
+  before = read_all(opt, variables[0])
+  function()
+  assert_history([before, read_all(opt, variables[0])],
+                 ((1, 0, 1), (-1.5, 1.5, -0.5)))
+  one, two = steps_in(function)
   assert one in two.control_inputs
 
 
@@ -410,10 +397,8 @@ def test_where_xla_may_be_switched_on_later(monkeypatch):
 
 def compiles(function):
   """Whether XLA may compile it, for each Apply of a function."""
-  ops = [op for op in function.get_concrete_function().graph.get_operations()
-         if op.type == "Wrapopt>Apply"]
   return ["_XlaCompile" not in op.node_def.attr or
-          op.get_attr("_XlaCompile") for op in ops]
+          op.get_attr("_XlaCompile") for op in steps_in(function)]
 
 
 def test_what_xla_must_not_compile():
@@ -467,8 +452,7 @@ def test_a_session_of_an_imported_graph():
                                import_scope="again")
     [step] = [op for op in graph.get_operations()
               if op.type == "Wrapopt>Apply"]
-    with v1.Session() as session:
-      session.run(v1.global_variables_initializer())
+    with session_of() as session:
       session.run(step)
       found = {x.op.name: session.run(x).tolist()
                for x in graph.get_collection("variables")}
@@ -539,9 +523,7 @@ def saved(name, folder):
       hook.begin()
     if name.endswith("holds x"):
       savers = opt.swapping_saver(), v1.train.Saver()
-    with v1.Session() as session:
-      session.run([v1.global_variables_initializer(),
-                   v1.local_variables_initializer()])
+    with session_of() as session:
       if hook:
         hook.after_create_session(session, tf.train.Coordinator())
       session.run(done, {x: 0.25})

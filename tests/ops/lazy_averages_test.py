@@ -501,41 +501,32 @@ def variable(value):
     return tf.Variable(value)
 
 
-@pytest.mark.parametrize("what, error, text", [
-    ("length", tf.errors.InvalidArgumentError,
+# {argument: a function of the other arguments, which are right}.
+@pytest.mark.parametrize("wrong, error, text", [
+    ({"log_decays": lambda of: variable(np.zeros(3))},
+     tf.errors.InvalidArgumentError,
      r"log_decays\[0\].* misshapen: got \[3\] but expected \[9\]"),
-    ("dtype", TypeError, r"`log_decays\[0\]` .*must be of dtype float64"),
-    ("scalar", tf.errors.InvalidArgumentError, "scalar"),
-    ("index", tf.errors.InvalidArgumentError,
+    ({"log_decays": lambda of: variable(np.zeros(9, np.float32))}, TypeError,
+     r"`log_decays\[0\]` .*must be of dtype float64"),
+    ({"shadow": lambda of: variable(0.0), "value": lambda of: variable(1.0)},
+     tf.errors.InvalidArgumentError, "scalar"),
+    ({"indices": lambda of: [[0, 7]]}, tf.errors.InvalidArgumentError,
      r"indices\[0\]\[1\] must be in \[0, 7\), .* got 7"),
-    ("matrix", tf.errors.InvalidArgumentError,
+    ({"indices": lambda of: [[[0, 1]]]}, tf.errors.InvalidArgumentError,
      r"indices\[0\] misshapen: got \[1,2\] but expected \[M\]"),
-    ("twice", tf.errors.InvalidArgumentError, "are one variable"),
-    ("count", ValueError, "one vector for each of the 1 values, got 2"),
-    ("decay", ValueError, r"must be in \[0, 1\], got 2")])
-def test_errors_change_nothing(what, error, text):
-  shadow, value, log_decays = lazy()
-  indices, decay = [[0, 1]], 0.5
-  if what == "length":
-    log_decays = variable(np.zeros(3))
-  elif what == "dtype":
-    log_decays = variable(np.zeros(9, np.float32))
-  elif what == "scalar":
-    shadow, value = variable(0.0), variable(1.0)
-  elif what == "index":
-    indices = [[0, 7]]
-  elif what == "matrix":
-    indices = [[[0, 1]]]
-  elif what == "twice":
-    value = shadow
-  elif what == "count":
-    indices = [[0], [1]]
-  elif what == "decay":
-    decay = 2
-  variables = [shadow, value, log_decays]
+    ({"value": lambda of: of["shadow"]}, tf.errors.InvalidArgumentError,
+     "are one variable"),
+    ({"indices": lambda of: [[0], [1]]}, ValueError,
+     "one vector for each of the 1 values, got 2"),
+    ({"decay": lambda of: 2}, ValueError, r"must be in \[0, 1\], got 2")])
+def test_errors_change_nothing(wrong, error, text):
+  given = dict(zip(("shadow", "value", "log_decays"), lazy()),
+               indices=[[0, 1]], decay=0.5)
+  given.update({name: make(given) for name, make in wrong.items()})
+  *variables, indices, decay = given.values()
   before = [v.numpy() for v in variables]
   with pytest.raises(error, match=text):
-    ops.sparse_ema_update([shadow], [value], [log_decays], indices, decay)
+    ops.sparse_ema_update(*([v] for v in variables), indices, decay)
   for v, was in zip(variables, before):
     numerics.assert_same_bits(v.numpy(), was)
 

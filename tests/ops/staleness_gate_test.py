@@ -118,32 +118,6 @@ def test_the_limit_may_be_a_tensor_or_a_variable(mode):
   assert gate.update(0, np.int64(0)) == (False, 1)
 
 
-def test_updates_in_flight_count(mode):
-  """Between admission and completion, for those who record and who ask."""
-  gate = Gate(mode)
-
-  def build():
-    # In one step, for a ticket lives no longer.
-    first = gate.gate(0, 0)
-    with tf.control_dependencies([first.accept]):
-      recorded, in_flight = ops.staleness_record(gate.step)
-      late = gate.gate(recorded, 0)
-    with tf.control_dependencies([late.accept]):
-      soon = gate.gate(recorded, 1)
-    with tf.control_dependencies([soon.accept]):
-      _, both = ops.staleness_record(gate.step)
-    with tf.control_dependencies([both]):
-      complete = [ops.staleness_complete(t.ticket, gate.step)
-                  for t in (first, late, soon)]
-    with tf.control_dependencies([c for c in complete if c is not None]):
-      return [tf.identity(x) for x in (
-          recorded, in_flight, late.accept, late.staleness, soon.accept,
-          soon.staleness, both)]
-
-  assert evaluate(mode, build) == [0, 1, False, 1, True, 1, 2]
-  assert gate.record() == (2, 0)
-
-
 def test_an_update_that_is_not_completed_is_aborted(mode):
   gate = Gate(mode)
   gate.abort(0, 0)

@@ -58,7 +58,7 @@ def crossed(x, functions):
 def run_crossed():
   """In threads, then in v1 sessions that run many ops at once."""
   def run(calls):
-    for _ in range(50):
+    for _ in range(25):
       for call in calls:
         call()
 
@@ -71,7 +71,7 @@ def run_crossed():
       for functions in ([exchange], [update, mean, exchange]):
         x = [mode.variable(np.full(20_000, i, FLOAT)) for i in range(6)]
         every = tf.group(*[call() for call in crossed(x, functions)])
-        for _ in range(50):
+        for _ in range(25):
           mode.session.run(every)
         if functions == [exchange]:
           # Each value is still there, whole and once.

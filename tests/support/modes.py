@@ -185,6 +185,27 @@ def refused(mode, variables, error, text, build):
     numerics.assert_same_bits(got, want)
 
 
+def builds(fits, build, text):
+  """Asserts that a graph takes an op, which has no outputs, or an error."""
+  if fits:
+    assert not build().outputs
+    return
+  with pytest.raises(ValueError) as error:
+    build()
+  assert text in str(error.value)
+
+
+def shown(shape):
+  """A shape as an error of an op has it."""
+  return str(shape).replace("None", "?").replace(" ", "")
+
+
+def native_name(dtype):
+  """A dtype as an error of an op has it."""
+  return {tf.half: "half", tf.float32: "float", tf.float64: "double"}.get(
+      dtype, dtype.name)
+
+
 def called(name):
   """How the op calls a variable; eager variables have a number too."""
   return rf"\(variable '{name}(/\d+)?'\)"

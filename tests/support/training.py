@@ -29,10 +29,17 @@ def graph_of(kind):
     yield graph
 
 
+@contextlib.contextmanager
+def entered(mode):
+  """The graph of one of GRAPH_MODES; nothing in other modes."""
+  with graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext():
+    yield
+
+
 @pytest.fixture(params=GRAPH_MODES)
 def kind(request):
-  """A graph of ref or of resource variables."""
-  with graph_of(request.param):
+  """A graph of ref or of resource variables; or, given to it, another mode."""
+  with entered(request.param):
     yield request.param
 
 

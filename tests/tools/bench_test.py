@@ -348,7 +348,6 @@ def test_a_contender_that_does_other_work_is_refused(
 
 @pytest.mark.parametrize("name", _COMMANDS)
 def test_command(name, small, tmp_path, capsys):
-  del small
   written = benches.run(f"{_COMMANDS[name]} --rounds 1", tmp_path)
   benches.check_columns(name, written)
   assert {r["rounds"] for r in written["results"]} == {1}
@@ -385,7 +384,6 @@ def test_links(has_hosts, monkeypatch, tmp_path):
 
 
 def test_facts_of_a_run(small, tmp_path):
-  del small
   written = benches.run("gate --quick --sets 400x256", tmp_path)
   assert written["benchmark"] == "gate"
   assert written["environment"].keys() == {

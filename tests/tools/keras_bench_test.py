@@ -42,7 +42,6 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("name", _COMMANDS)
 def test_command(name, small, tmp_path, capfd):
-  del small
   command, count = _COMMANDS[name]
   written = benches.run(f"{command} --rounds 1", tmp_path)
   benches.check_columns(name, written)

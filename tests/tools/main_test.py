@@ -58,4 +58,4 @@ def test_the_instruction_set_in_use(out):
   isas = ", ".join(_native.cpu_isas())
   assert f"  CPU kernels  {_native.cpu_isa()}, chosen from {isas}\n" in out
   assert f"  CPU kernels  baseline, chosen from {isas}\n" in run(
-      WRAPOPT_CPU_ISA="baseline")
+      WRAPOPT_CPU_ISA="baseline", TF_USE_LEGACY_KERAS="1")

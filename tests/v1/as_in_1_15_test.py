@@ -5,25 +5,25 @@ import pytest
 import tensorflow as tf
 
 from processes import run_python
-from training import graph_of
+from training import kind  # pylint: disable=unused-import
+from training import session_of
 import wrapopt
 import wrapopt.checkpoints
 
 tf1 = tf.compat.v1
 sgd = tf1.train.GradientDescentOptimizer
+pytestmark = pytest.mark.usefixtures("kind")
 
 
-@pytest.fixture(params=["ref", "resource"], autouse=True)
-def kind(request):
-  with graph_of(request.param):
-    yield request.param
+def variable_of(getter):
+  with tf1.variable_scope("", custom_getter=getter):
+    return tf1.get_variable("v", initializer=0.0)
 
 
 def averaged(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
   """A model of one worker: (its training op, its variable, its hook)."""
   getter = wrapopt.ModelAverageCustomGetter(device)
-  with tf1.variable_scope("", custom_getter=getter):
-    v = tf1.get_variable("v", initializer=0.0)
+  v = variable_of(getter)
   opt = wrapopt.ModelAverageOptimizer(sgd(1.0), num_worker, True, getter,
                                       interval_steps)
   return opt.minimize(-v, global_step), v, opt.make_session_run_hook()
@@ -32,8 +32,7 @@ def averaged(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
 def elastic(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
   """The same with elastic averaging, which moves the center last."""
   getter = wrapopt.ElasticAverageCustomGetter(device)
-  with tf1.variable_scope("", custom_getter=getter):
-    v = tf1.get_variable("v", initializer=0.0)
+  v = variable_of(getter)
   opt = wrapopt.ElasticAverageOptimizer(
       sgd(1.0), num_worker, getter, interval_steps, moving_rate=0.0, rho=0.0)
   return (opt.minimize(-v, global_step), v, opt.make_session_run_hook(True, 0))
@@ -115,8 +114,7 @@ def test_the_averages_of_1_15():
   assert opt._ema.average_name(v) == "v/ExponentialMovingAverage"
   train = opt.minimize(-v)
   assert opt._ema.average(v) is opt.average(v, 0.5)
-  with tf1.Session() as session:
-    session.run(tf1.global_variables_initializer())
+  with session_of() as session:
     session.run(train)
     assert session.run(opt._ema.average(v)) == 0.5
 
@@ -175,17 +173,6 @@ def test_one_worker_without_a_device(make, device):
       [1, 1], [2, 2], [3, 3], [4, 4]]
 
 
-def test_settings_of_numpy():
-  v = tf1.get_variable("v", initializer=0.0)
-  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), np.array(0.75),
-                                       num_updates=np.array(1))
-  train = opt.minimize(-v)  # The decay is 2 / 11.
-  with tf1.Session() as session:
-    session.run(tf1.global_variables_initializer())
-    session.run(train)
-    assert session.run(opt.average(v)) == np.float32(9 / 11)
-
-
 IN_ANOTHER_PROGRAM = """
 import sys
 import tensorflow.compat.v1 as tf
@@ -208,8 +195,7 @@ def test_a_meta_graph_that_needs_no_wrapopt(kind, tmp_path):
   opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
   train = opt.minimize(y)
   saver = opt.swapping_saver()
-  with tf1.Session() as session:
-    session.run(tf1.global_variables_initializer())
+  with session_of() as session:
     session.run(train, {x: [1.0]})
     saver.save(session, model)
   # 1 and 0 give 0.5.

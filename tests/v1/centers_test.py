@@ -40,7 +40,6 @@ def of_shape(shape, dtype=tf.float32, device=A):
 
 
 def test_buckets_by_dtype_and_device(kind):
-  del kind
   variables = [of_shape([2]), of_shape([], tf.float16), of_shape([0]),
                of_shape([3], tf.float32, B), of_shape([2], tf.float16)]
   assert _centers.buckets(variables) == [[0, 2], [1, 4], [3]]
@@ -49,7 +48,6 @@ def test_buckets_by_dtype_and_device(kind):
 
 def test_buckets_of_two_places(kind):
   """The workers' are on one device, the centers on two."""
-  del kind
   workers = [of_shape([2]) for _ in range(4)]
   centers = [of_shape([2], device=d) for d in (B, C, B, C)]
   assert _centers.buckets(workers, centers) == [[0, 2], [1, 3]]
@@ -58,7 +56,6 @@ def test_buckets_of_two_places(kind):
 
 
 def test_how_much_a_bucket_holds(kind):
-  del kind
   part = _centers._MOST_BYTES // 4 // 256  # Numbers in a 256th of that.
   sizes = [100, 100, 56, 1, 300, 0, 2, 256, 1, 254]
   groups = _centers.buckets([of_shape([s, part]) for s in sizes])
@@ -69,7 +66,6 @@ def test_how_much_a_bucket_holds(kind):
 
 
 def test_an_unknown_shape(kind):
-  del kind
   v = tf1.Variable(tf1.placeholder(tf.float32, [None, 2]), name="v",
                    validate_shape=False)
   with pytest.raises(ValueError, match=r"The shape of 'v:0' must be known .* "
@@ -110,7 +106,6 @@ def test_there_and_back(kind, which, v2, branch):
 
 
 def test_of_one_place(kind):
-  del kind
   sources = [variable(x, dtype=x.dtype) for x in VALUES]
   targets = [variable(np.zeros_like(x), dtype=x.dtype) for x in VALUES]
   flats = _centers.pack(sources)
@@ -122,7 +117,6 @@ def test_of_one_place(kind):
 
 
 def test_as_many_tensors_as_groups(kind):
-  del kind
   v = variable([1.0])
   with pytest.raises(ValueError, match="longer|shorter"):
     _centers.assign_packed([v], [])
@@ -130,7 +124,6 @@ def test_as_many_tensors_as_groups(kind):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_reads_what_the_caller_waits_for(kind, count):
-  del kind
   variables = [variable([1.0]) for _ in range(count)]
   # A conversion of a ref variable reads it when it is made.
   _ = [tf.convert_to_tensor(v) for v in variables]
@@ -147,7 +140,6 @@ def test_reads_what_the_caller_waits_for(kind, count):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_packed_does_not_change(kind, count):
-  del kind
   variables = [variable(np.ones(1000)) for _ in range(count)]
   [flat] = _centers.pack(variables)
   with tf.control_dependencies([flat]):
@@ -173,7 +165,6 @@ def transfers(run):
 
 def test_few_transfers(kind):
   """Packed where they come from, and split where they go."""
-  del kind
   sources = [variable([float(i), i + 0.5]) for i in range(100)]
   targets = [variable([0.0, 0.0], (B, C)[i % 2]) for i in range(100)]
   with tf.device(C):  # Nothing that should matter.
@@ -226,7 +217,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("in_scope", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_the_workers(kind, name, in_scope):
-  del kind
   worker = "/job:worker/task:1"
   getter = wrapopt.ModelAverageCustomGetter(worker)
   with tf1.device(tf1.train.replica_device_setter(

@@ -1,6 +1,5 @@
 """Wrappers in wrappers: how a step is taken, or an error."""
 
-import contextlib
 import itertools
 
 import numpy as np
@@ -11,7 +10,9 @@ import wrapopt
 from training import GRAPH_MODES
 from training import MODES
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import session_of
+from training import train
 from wrapopt import _composition
 from wrapopt._v1 import _wrapper
 from wrapopt._v1._steps import _step
@@ -145,9 +146,7 @@ def test_an_exchange_moves_rows_that_no_gradient_touches(fused):
         [(tf.IndexedSlices(tf.constant([[2.0]]), row, [3, 1]), w)], step)
     hook = opt.make_session_run_hook(True, 0)
     hook.begin()
-    with tf1.Session() as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with session_of() as session:
       hook.after_create_session(session, tf.train.Coordinator())
       for t in range(5):
         session.run(train, {row: [t % 2]})
@@ -172,9 +171,7 @@ def test_no_step_around_an_exchange_while_averages_are_in_place():
     opt = wrapopt.MovingAverageOptimizer(wrapopt.ElasticAverageOptimizer(
         tf1.train.GradientDescentOptimizer(RATE), 1, getter), DECAY)
     train = opt.apply_gradients([(tf.constant([2.0]), w)])
-    with tf1.Session() as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with session_of() as session:
       session.run(train)
       before = session.run(w)
       with opt.averaged_weights(session):
@@ -288,52 +285,35 @@ def test_what_would_not_see_synchronized_steps(name, wrap, remedy, between):
     assert not graph.get_operations()
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("wrap", [
     lambda opt: synchronized(wrapopt.DropStaleGradientOptimizer(opt, 0)),
     lambda opt: synchronized(wrapopt.CrossShardOptimizer(opt)),
     lambda opt: wrapopt.CrossShardOptimizer(synchronized(opt))])
 def test_synchronized_steps(wrap, kind):
-  with graph_of(kind):
-    step = tf1.train.get_or_create_global_step()
-    v = tf1.get_variable("v", initializer=0.0)
-    moving = wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), 0.5)
-    opt = wrap(moving)
-    train = opt.minimize(tf.constant(-1.0) * v, step)
-    sync = opt if isinstance(opt, SYNC) else opt._optimizer
-    # The thread of the chief would run the ops of its queue runner.
-    with session_of() as session:
-      session.run([sync.chief_init_op, sync.get_init_tokens_op()])
-      for _ in range(2):
-        session.run(sync.local_step_init_op)
-        session.run(train)
-        session.run(sync.get_chief_queue_runner().enqueue_ops)
-      # 0 and 1 give 0.5, and 2 gives 1.25.
-      assert session.run([v, moving.average(v), step]) == [2.0, 1.25, 2]
+  step = tf1.train.get_or_create_global_step()
+  v = tf1.get_variable("v", initializer=0.0)
+  moving = wrapopt.MovingAverageOptimizer(
+      tf1.train.GradientDescentOptimizer(1.0), 0.5)
+  opt = wrap(moving)
+  train = opt.minimize(tf.constant(-1.0) * v, step)
+  sync = opt if isinstance(opt, SYNC) else opt._optimizer
+  # The thread of the chief would run the ops of its queue runner.
+  with session_of() as session:
+    session.run([sync.chief_init_op, sync.get_init_tokens_op()])
+    for _ in range(2):
+      session.run(sync.local_step_init_op)
+      session.run(train)
+      session.run(sync.get_chief_queue_runner().enqueue_ops)
+    # 0 and 1 give 0.5, and 2 gives 1.25.
+    assert session.run([v, moving.average(v), step]) == [2.0, 1.25, 2]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_subclass_with_a_step_of_its_own(mode):
   """What it does with gradients is not passed over."""
-  with graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext():
-    v = tf1.Variable([1.0], name="v")
-    opt = wrapopt.MovingAverageOptimizer(
-        Twice(tf1.train.GradientDescentOptimizer(1.0)), 0.5)
-    assert not opt.fused
-
-    def apply():
-      train = opt.apply_gradients([(tf.constant([1.0]), v)])
-      return train if mode in GRAPH_MODES else None
-
-    if mode == "function":
-      apply = tf.function(apply)
-    train = apply()
-    if mode in GRAPH_MODES:
-      with tf1.Session() as session:
-        session.run(tf1.global_variables_initializer())
-        session.run(train)
-        got = session.run([v, opt.average(v)])
-    else:
-      got = [v.numpy(), opt.average(v).numpy()]
-    np.testing.assert_array_equal(got, [[-1.0], [0.0]])
+  trace = train(mode, lambda step: wrapopt.MovingAverageOptimizer(
+      Twice(tf1.train.GradientDescentOptimizer(1.0)), 0.5),
+                {"v": np.float32([1])}, [{"v": np.float32([1])}])
+  assert not trace.optimizer.fused
+  assert trace.values[1] == [[-1.0]]
+  assert trace.slots == [{("ExponentialMovingAverage", 0): [0.0]}]

@@ -161,9 +161,7 @@ def test_the_graph_of_one_shard_is_that_of_the_inner(kind, context, groups):
 
 def test_one_replica_is_one_shard():
   strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
-  with strategy.scope():
-    w = tf.Variable([1.0, 2.0])
-    opt = sgd_shards(group_assignment=[[0]])
+  w, opt = in_scope(strategy, [1.0, 2.0], group_assignment=[[0]])
   strategy.run(lambda: opt.minimize(lambda: 4 * w, var_list=[w]))
   assert w.numpy().tolist() == [-1, 0]
 
@@ -351,6 +349,12 @@ def copies(strategy, variable):
   return [x.numpy() for x in strategy.experimental_local_results(variable)]
 
 
+def in_scope(strategy, value, *args, **kwargs):
+  """A variable that each replica has, and its optimizer."""
+  with strategy.scope():
+    return tf.Variable(value), sgd_shards(*args, **kwargs)
+
+
 def mine(x):
   """This replica's row."""
   context = tf.distribute.get_replica_context()
@@ -476,9 +480,7 @@ def test_types_in_groups(strategy, mode, dtype, index_type):
 
 
 def test_what_is_not_finite_stays_in_its_group(strategy):
-  with strategy.scope():
-    w = tf.Variable([1.0, 1.0, 1.0])
-    opt = sgd_shards(Reduction.SUM, group_assignment=PAIRS)
+  w, opt = in_scope(strategy, [1.0] * 3, Reduction.SUM, group_assignment=PAIRS)
   gradients = tf.constant([[np.nan, np.inf, 2], [2, 2, 2], [4] * 3, [0] * 3])
   strategy.run(lambda: opt.apply_gradients([(mine(gradients), w)]))
   np.testing.assert_array_equal(
@@ -544,9 +546,7 @@ def test_dynamic_loss_scaling(strategy, outside, groups):
 
 
 def test_gradients_are_the_shards_own_before_they_are_applied(strategy):
-  with strategy.scope():
-    w = tf.Variable([0.0])
-    opt = sgd_shards(group_assignment=PAIRS)
+  w, opt = in_scope(strategy, [0.0], group_assignment=PAIRS)
   coefficients = tf.constant([[2.0], [8.0], [4.0], [8.0]])
 
   def replica():
@@ -775,18 +775,15 @@ def test_another_number_of_shards(context, shards):
 
 
 def test_another_number_of_replicas(strategy):
-  with strategy.scope():
-    w = tf.Variable([1.0])
-    opt = sgd_shards(group_assignment=[[0], [1]])
+  w, opt = in_scope(strategy, [1.0], group_assignment=[[0], [1]])
   with pytest.raises(ValueError, match=r"a permutation of range\(4\)"):
     strategy.run(lambda: opt.minimize(lambda: w, var_list=[w]))
   assert copies(strategy, w) == [1] * SHARDS
 
 
 def test_outside_of_replicas(strategy):
+  w, opt = in_scope(strategy, [1.0])
   with strategy.scope():
-    w = tf.Variable([1.0])
-    opt = sgd_shards()
     for call in (lambda: opt.compute_gradients(lambda: w, [w]),
                  lambda: opt.apply_gradients([(tf.constant([1.0]), w)])):
       with pytest.raises(RuntimeError, match="must be used in a replica, got "

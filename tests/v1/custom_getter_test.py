@@ -53,6 +53,13 @@ def scope(getter, name="model", **kwargs):
     yield s
 
 
+def one_variable(make, *args, **kwargs):
+  """(variable, its getter, the getter's maps)."""
+  getter, maps = make("/cpu:0")
+  with scope(getter):
+    return tf1.get_variable("v", *args, **kwargs), getter, maps
+
+
 def names(collection):
   return [v.op.name for v in tf1.get_collection(collection)]
 
@@ -92,7 +99,6 @@ def test_names_collections_and_devices(make, kind):
 
 
 def test_other_collections_of_the_caller_are_kept(make, kind):
-  del kind
   getter, maps = make()
   with scope(getter):
     tf1.get_variable("v", [2], collections=(GLOBAL, MODEL, "mine"))
@@ -119,10 +125,7 @@ INITIALIZERS = {
 
 @pytest.mark.parametrize("case", INITIALIZERS)
 def test_one_run_of_initializers_gives_equal_values(make, kind, case):
-  del kind
-  getter, maps = make("/cpu:0")
-  with scope(getter):
-    v = tf1.get_variable("v", **INITIALIZERS[case])
+  v, _, maps = one_variable(make, **INITIALIZERS[case])
   copies = [m[v] for m in maps.values()]
   with tf1.Session() as session:
     session.run([tf1.global_variables_initializer(),
@@ -138,9 +141,7 @@ def test_one_run_of_initializers_gives_equal_values(make, kind, case):
 
 @pytest.mark.parametrize("case", INITIALIZERS)
 def test_the_center_needs_no_variable_of_the_worker(make, kind, case):
-  getter, maps = make("/cpu:0")
-  with scope(getter):
-    v = tf1.get_variable("v", **INITIALIZERS[case])
+  v, _, maps = one_variable(make, **INITIALIZERS[case])
   with tf1.Session() as session:
     session.run(tf1.global_variables_initializer())
     session.run(maps["global_center_variable/"][v])
@@ -168,10 +169,7 @@ def test_an_initial_value_from_another_variable(make):
 
 @pytest.mark.parametrize("reuse", [True, tf1.AUTO_REUSE])
 def test_reuse(make, kind, reuse):
-  del kind
-  getter, maps = make()
-  with scope(getter):
-    v = tf1.get_variable("v", [2])
+  v, getter, maps = one_variable(make, [2])
   first = {prefix: m[v] for prefix, m in maps.items()}
   before = len(tf1.get_default_graph().get_operations())
   with scope(getter, reuse=reuse):
@@ -184,7 +182,6 @@ def test_reuse(make, kind, reuse):
 
 @pytest.mark.parametrize("reuse", [True, tf1.AUTO_REUSE])
 def test_another_getter_finds_the_same_copies(make, kind, reuse):
-  del kind
   (one, ones), (two, twos) = make(), make()
   with scope(one):
     v = tf1.get_variable("v", [2])
@@ -195,7 +192,6 @@ def test_another_getter_finds_the_same_copies(make, kind, reuse):
 
 
 def test_a_getter_inside_itself(make, kind):
-  del kind
   getter, maps = make()
   with scope(getter), scope(getter, "inner"):
     v = tf1.get_variable("v", [2])
@@ -204,7 +200,6 @@ def test_a_getter_inside_itself(make, kind):
 
 
 def test_without_reuse_a_name_is_taken(make, kind):
-  del kind
   getter, _ = make()
   with scope(getter):
     tf1.get_variable("v", [2])
@@ -218,7 +213,6 @@ def test_without_reuse_a_name_is_taken(make, kind):
 @pytest.mark.parametrize("initializer", [
     tf1.random_normal_initializer(), None], ids=["random", "tensor"])
 def test_partitioned(make, kind, initializer, tmp_path):
-  del kind
   getter, maps = make("/cpu:0")
   if initializer is None:
     initializer = tf.random.normal([5, 2])
@@ -252,7 +246,6 @@ def test_partitioned(make, kind, initializer, tmp_path):
     (None, "job:ps"), ([GLOBAL], "job:ps"), (["mine"], "job:ps"),
     ([LOCAL], "job:worker"), ((LOCAL, "mine"), "job:worker")])
 def test_what_is_not_trained(make, kind, collections, expected):
-  del kind
   getter, maps = make()
   with on_cluster(), scope(getter):
     v = tf1.get_variable("v", [2], trainable=False, collections=collections)
@@ -265,7 +258,6 @@ def test_what_is_not_trained(make, kind, collections, expected):
 
 
 def test_summed_on_read_is_not_trained(make, kind):
-  del kind
   getter, maps = make()
   with scope(getter):
     tf1.get_variable("v", [2],
@@ -286,7 +278,6 @@ def positional(getter, name, shape, dtype, initializer, regularizer, reuse,
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_positional_arguments(make, kind, trainable):
-  del kind
   getter, maps = make()
   with scope(getter), scope(positional, "inner"):
     v = tf1.get_variable("v", [2], tf.float64, trainable=trainable,
@@ -296,7 +287,6 @@ def test_positional_arguments(make, kind, trainable):
 
 
 def test_trainable_may_be_unknown(make, kind):
-  del kind
   getter, maps = make()
   unknown = lambda getter, name, trainable, **kwargs: getter(
       name, trainable=None, **kwargs)
@@ -306,7 +296,6 @@ def test_trainable_may_be_unknown(make, kind):
 
 
 def test_the_copies_are_not_regularized_nor_constrained(make, kind):
-  del kind
   getter, maps = make()
   with scope(getter, regularizer=tf.nn.l2_loss,
              constraint=lambda x: tf.maximum(x, 0)):
@@ -317,12 +306,9 @@ def test_the_copies_are_not_regularized_nor_constrained(make, kind):
 
 
 def test_an_unknown_shape(make, kind):
-  del kind
-  getter, maps = make("/cpu:0")
-  with scope(getter):
-    v = tf1.get_variable(
-        "v", initializer=lambda: tf1.placeholder_with_default(
-            tf.constant([1.0, 2.0]), [None]), validate_shape=False)
+  v, _, maps = one_variable(
+      make, initializer=lambda: tf1.placeholder_with_default(
+          tf.constant([1.0, 2.0]), [None]), validate_shape=False)
   assert not v.shape.is_fully_defined()
   with tf1.Session() as session:
     session.run([tf1.global_variables_initializer(),
@@ -332,10 +318,7 @@ def test_an_unknown_shape(make, kind):
 
 
 def test_maps(make, kind):
-  del kind
-  getter, maps = make()
-  with scope(getter):
-    v = tf1.get_variable("v", [2])
+  v, _, maps = one_variable(make, [2])
   other = tf1.get_variable("other", [2])
   for m in maps.values():
     assert v in m and other not in m and "v" not in m and len(m) == 1
@@ -370,7 +353,6 @@ def test_no_device(make):
 
 def test_slots_may_be_made_in_the_scope(make, kind):
   """In 1.15 their collections, which are None, were an error."""
-  del kind
   getter, maps = make("/cpu:0")
   with scope(getter):
     v = tf1.get_variable("v", initializer=[1.0])

@@ -5,7 +5,6 @@ step. In eager mode the test takes these steps in between. In a function and in
 a session, an op between the reads and the gradient takes them.
 """
 
-import contextlib
 import copy
 import os
 import re
@@ -21,8 +20,10 @@ from modes import control_flow
 from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import graphs_in
 from training import ops_of_type
+from training import session_of
 
 tf1 = tf.compat.v1
 v1 = tf1.train
@@ -244,78 +245,73 @@ def cluster():
   yield servers[1].target
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
-  with graph_of(kind):
-    with tf.device("/job:ps/task:0/cpu:0"):
-      w = tf1.get_variable("w", initializer=START)
-      step = v1.get_or_create_global_step()
-    with tf.device("/job:worker/task:0/cpu:0"):
-      opt = Drop(inner(0), 5, policy=POLICIES[policy])
-      with opt.record_step():
-        other_loss = loss_of(w)
-      other = opt.minimize(other_loss, step)
-      with opt.record_step():
-        loss = with_a_step_between(w, lambda: session.run(other))
-      train = opt.minimize(loss, step)
-    [*_, origin] = [op for op in ancestors(loss.op)
-                    if op.type in ("ReadVariableOp", "DeepCopy") and
-                    op.outputs[0].shape == w.shape]
-    server = Server(POLICIES[policy])
-    with tf1.Session(cluster) as session:
-      session.run(tf1.global_variables_initializer())
-      trace = tf1.RunMetadata()
-      session.run(train, options=tf1.RunOptions(
-          trace_level=tf1.RunOptions.FULL_TRACE), run_metadata=trace)
-      for _ in range(2):
-        server.apply(server.gradient(START), START)
-      # The weights stay where they were read.
-      places = {node.node_name: stats.device
-                for stats in trace.step_stats.dev_stats
-                for node in stats.node_stats}
-      step_ops = [name for name in places if re.match(
-          "cond.*/(sub|mul|truediv|Abs|Select|Assign|.*Apply(Ref)?$)", name)
-                  # The end of a control edge, at the worker.
-                  and not re.search(r"_S\d+$", name)]
-      assert len(step_ops) > 3
-      for name in [origin.name, *step_ops]:
-        # The gradient comes from there.
-        assert "/job:ps/" in places[name] or name.endswith("/Switch"), name
-      check(server, session.run(w),
-            session.run(list(slots_of(opt, w).values())))
+  with tf.device("/job:ps/task:0/cpu:0"):
+    w = tf1.get_variable("w", initializer=START)
+    step = v1.get_or_create_global_step()
+  with tf.device("/job:worker/task:0/cpu:0"):
+    opt = Drop(inner(0), 5, policy=POLICIES[policy])
+    with opt.record_step():
+      other_loss = loss_of(w)
+    other = opt.minimize(other_loss, step)
+    with opt.record_step():
+      loss = with_a_step_between(w, lambda: session.run(other))
+    train = opt.minimize(loss, step)
+  [*_, origin] = [op for op in ancestors(loss.op)
+                  if op.type in ("ReadVariableOp", "DeepCopy") and
+                  op.outputs[0].shape == w.shape]
+  server = Server(POLICIES[policy])
+  with tf1.Session(cluster) as session:
+    session.run(tf1.global_variables_initializer())
+    trace = tf1.RunMetadata()
+    session.run(train, options=tf1.RunOptions(
+        trace_level=tf1.RunOptions.FULL_TRACE), run_metadata=trace)
+    for _ in range(2):
+      server.apply(server.gradient(START), START)
+    # The weights stay where they were read.
+    places = {node.node_name: stats.device
+              for stats in trace.step_stats.dev_stats
+              for node in stats.node_stats}
+    step_ops = [name for name in places if re.match(
+        "cond.*/(sub|mul|truediv|Abs|Select|Assign|.*Apply(Ref)?$)", name)
+                # The end of a control edge, at the worker.
+                and not re.search(r"_S\d+$", name)]
+    assert len(step_ops) > 3
+    for name in [origin.name, *step_ops]:
+      # The gradient comes from there.
+      assert "/job:ps/" in places[name] or name.endswith("/Switch"), name
+    check(server, session.run(w),
+          session.run(list(slots_of(opt, w).values())))
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("lookups", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_embedding_in_a_graph(kind, lookups, policy):
   start = np.arange(1.0, 13).reshape(6, 2) / 8
   batches = [np.array([[4, 1], [1, 4]]), np.array([2, 1])][:lookups]
   others = [np.array([[1, 1], [5, 4]]), np.array([0, 4])][:lookups]
-  with graph_of(kind):
-    table = tf1.get_variable("table", initializer=start)
-    step = v1.get_or_create_global_step()
-    opt = Drop(inner(0), 5, policy=POLICIES[policy])
+  table = tf1.get_variable("table", initializer=start)
+  step = v1.get_or_create_global_step()
+  opt = Drop(inner(0), 5, policy=POLICIES[policy])
 
-    def loss_of_rows(batches, take=None):
-      rows = [tf.nn.embedding_lookup(table, b) for b in batches]
-      if take is None:
-        return sum(map(loss_of, rows))
-      return sum(with_a_step_between(r, take if i == 0 else lambda: None)
-                 for i, r in enumerate(rows))
+  def loss_of_rows(batches, take=None):
+    rows = [tf.nn.embedding_lookup(table, b) for b in batches]
+    if take is None:
+      return sum(map(loss_of, rows))
+    return sum(with_a_step_between(r, take if i == 0 else lambda: None)
+               for i, r in enumerate(rows))
 
-    with opt.record_step():
-      other_loss = loss_of_rows(others)
-    other = opt.minimize(other_loss, step)
-    with opt.record_step():
-      loss = loss_of_rows(batches, lambda: session.run(other))
-    train = opt.minimize(loss, step)
-    slots = list(slots_of(opt, table).values())
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
-      session.run(train)
-      got, memory = session.run([table, slots])
+  with opt.record_step():
+    other_loss = loss_of_rows(others)
+  other = opt.minimize(other_loss, step)
+  with opt.record_step():
+    loss = loss_of_rows(batches, lambda: session.run(other))
+  train = opt.minimize(loss, step)
+  slots = list(slots_of(opt, table).values())
+  with session_of() as session:
+    session.run(train)
+    got, memory = session.run([table, slots])
   servers = [Server(POLICIES[policy], start=row) for row in start]
   # First the other step, then that of the gradient of the start.
   for indices in (others, batches):
@@ -400,8 +396,7 @@ def test_a_step_while_averages_are_in_place_changes_nothing(fused):
       loss = loss_of(w)
     train = opt.minimize(loss, v1.get_global_step())
     slot = gate.get_slot(w, "mean_square")
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
+    with session_of() as session:
       session.run(train)
       before = session.run([w, slot])
       with opt.averaged_weights(session):
@@ -477,9 +472,7 @@ def test_a_graph(chain, v2, policy, fused, kind):
     slots = slots_of(the_gate, w)
     averages = [of(w) for of in averages]
     admitted = the_gate.staleness_stats().admitted_histogram
-    with tf1.Session() as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with session_of() as session:
       for hook in hooks:
         hook.after_create_session(session, tf.train.Coordinator())
       for _ in range(3):
@@ -504,22 +497,22 @@ def test_a_graph(chain, v2, policy, fused, kind):
           fused is None)
 
 
-@contextlib.contextmanager
-def trained(policy, make=lambda: inner(0)):
+def trained(policy):
+  """(variable, optimizer) after a step."""
   w = tf.Variable(START)
-  opt = Drop(make(), 5, global_step=tf.Variable(0, dtype=tf.int64),
+  opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
              policy=POLICIES[policy])
   opt.minimize(lambda: loss_of(w), var_list=[w])
-  yield w, opt
+  return w, opt
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "gap"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_checkpoint_holds_the_state(tmp_path, policy, late):
   name = POLICIES[policy]._states[0]
-  with trained(policy) as (w, opt):
-    path = tf.train.Checkpoint(w=w, opt=opt).write(str(tmp_path / "ckpt"))
-    want = opt.get_slot(w, name).numpy()
+  w, opt = trained(policy)
+  path = tf.train.Checkpoint(w=w, opt=opt).write(str(tmp_path / "ckpt"))
+  want = opt.get_slot(w, name).numpy()
   assert (want > 0).all()
   new = tf.Variable(np.zeros(3))
   opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
@@ -540,8 +533,7 @@ def test_a_saver_holds_the_state(tmp_path):
       loss = loss_of(w)
     train = opt.minimize(loss, v1.get_global_step())
     saver = v1.Saver()
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
+    with session_of() as session:
       session.run(train)
       want = session.run(opt.get_slot(w, "mean_square"))
       path = saver.save(session, os.path.join(tmp_path, "model"))
@@ -573,10 +565,10 @@ def test_low_precision_is_compensated_in_float32(fused):
 
 
 def test_a_copy_has_its_own_records():
-  with trained("adaptive") as (w, opt):
-    other = copy.deepcopy(opt)
-    assert other.get_slot_names() == opt.get_slot_names()
-    assert list(other._records.known) == [] and list(opt._records.known)[0] is w
+  w, opt = trained("adaptive")
+  other = copy.deepcopy(opt)
+  assert other.get_slot_names() == opt.get_slot_names()
+  assert list(other._records.known) == [] and list(opt._records.known)[0] is w
 
 
 def test_given_origins():
@@ -593,32 +585,25 @@ def test_given_origins():
 
 def test_weights_that_are_not_known_are_refused():
   w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 5, global_step=step, policy=POLICIES["constant"])
+  opt, plain = (Drop(inner(0), 5, global_step=step, policy=policy)
+                for policy in (POLICIES["constant"], "drop"))
   with opt.record_step() as recorded:
     pass
-  refused = (r"The weights that a gradient was computed from must be known for "
+  unknown = ("The weights that a gradient was computed from must be known for "
              r"this `policy`, got .*'Variable:0'")
-  with pytest.raises(ValueError, match=refused):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded)
-  with pytest.raises(ValueError, match=r"`origins` must hold one tensor or "
-                     "None for each of the 1 pairs, got 2"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[START, START])
-  with pytest.raises(ValueError, match=r"`origins\[0\]` must be the weights"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[None])
-  with pytest.raises(ValueError, match=r"`origins\[0\]` misshapen: got \(2,\) "
-                     r"but expected \(3,\) \(the shape of the gradient of"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[START[:2]])
-  with pytest.raises(TypeError, match=r"`origins\[0\]` must be of dtype "
-                     "float64, that of 'Variable:0', got float32"):
-    opt.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                        origins=[np.float32(START)])
-  plain = Drop(inner(0), 5, global_step=step)
-  with pytest.raises(ValueError, match="`origins` must be None for this"):
-    plain.apply_gradients([(tf.constant(START), w)], recorded=recorded,
-                          origins=[START])
+  for gate, origins, error, text in (
+      (opt, None, ValueError, unknown),
+      (opt, [START, START], ValueError, "`origins` must hold one tensor or "
+       "None for each of the 1 pairs, got 2"),
+      (opt, [None], ValueError, r"`origins\[0\]` must be the weights"),
+      (opt, [START[:2]], ValueError, r"`origins\[0\]` misshapen: got \(2,\) "
+       r"but expected \(3,\) \(the shape of the gradient of"),
+      (opt, [np.float32(START)], TypeError, r"`origins\[0\]` must be of dtype "
+       "float64, that of 'Variable:0', got float32"),
+      (plain, [START], ValueError, "`origins` must be None for this")):
+    with pytest.raises(error, match=text):
+      gate.apply_gradients([(tf.constant(START), w)], recorded=recorded,
+                           origins=origins)
 
   @tf.function
   def train():
@@ -626,7 +611,7 @@ def test_weights_that_are_not_known_are_refused():
       pass
     opt.apply_gradients([(tf.constant(START), w)], recorded=recorded)
 
-  with pytest.raises(ValueError, match=refused):
+  with pytest.raises(ValueError, match=unknown):
     train()
   assert step.numpy() == 0
   numerics.assert_same_bits(w.numpy(), START)

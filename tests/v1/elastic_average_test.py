@@ -6,6 +6,7 @@ device are the same variable.
 
 import collections
 import contextlib
+import functools
 import threading
 
 import numpy as np
@@ -15,19 +16,21 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt
+from threads import in_threads
 from wrapopt._v1._workers import _centers
 from wrapopt._v1._workers import _elastic
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import ops_that_run
 from training import reads_of
+from training import session_of
 
 tf1 = tf.compat.v1
 sgd = tf1.train.GradientDescentOptimizer
 CENTERS = "/device:CPU:4"
-KINDS = ("ref", "resource")
 
 
 def device_of_worker(number):
@@ -47,15 +50,25 @@ def target(_server):
   return _server.target
 
 
-@pytest.fixture(params=KINDS)
-def kind(request):
-  return request.param
-
-
 @pytest.fixture(params=[True, False], ids=["v2", "v1"])
 def control_flow(request):
   with modes.control_flow(request.param):
     yield
+
+
+def elastic(period, rate=None, rho=0.0, lr=1.0):
+  """A function of the number of workers and the getter: an optimizer."""
+  return lambda num_worker, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(lr), num_worker, getter, communication_period=period,
+      moving_rate=rate, rho=rho)
+
+
+def variables_of(device="/cpu:0", partitioner=None, **initial):
+  """A getter and the variables that it makes, in the current graph."""
+  getter = wrapopt.ElasticAverageCustomGetter(device)
+  with tf1.variable_scope("", custom_getter=getter, partitioner=partitioner):
+    return getter, [tf1.get_variable(name, initializer=x)
+                    for name, x in initial.items()]
 
 
 class Worker:
@@ -121,11 +134,8 @@ def test_two_workers(kind, control_flow, target):
   step 1: 1, 2. Step 2: worker 0 is at 2, the center at 0: both move by 1. Then
   worker 1 is at 4, the center at 1: both move by 1.5.
   """
-  del control_flow
-  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), n, getter, communication_period=2, moving_rate=0.5, rho=0.0)
   # The second variable is the same, 10 further and the other way round.
-  workers = [Worker(kind, i, [np.float32(0), np.float32(10)], make)
+  workers = [Worker(kind, i, [np.float32(0), np.float32(10)], elastic(2, 0.5))
              for i in range(2)]
   expected = [  # worker 0, worker 1, center, what each saw of it, global step.
       (1.0, 2.0, 0.0, 0.0, 0.0, 0),
@@ -178,12 +188,8 @@ def test_three_workers_against_the_formulas(kind, target, period, rate, rho,
                                             lr):
   rng = np.random.default_rng(period)
   initial = [rng.normal(size=s) for s in ((3, 2), (), (0, 2), (5,))]
-  workers = [
-      Worker(kind, i, initial, lambda n, getter: (
-          wrapopt.ElasticAverageOptimizer(
-              sgd(lr), n, getter, communication_period=period,
-              moving_rate=rate, rho=rho)), count=3)
-      for i in range(3)]
+  workers = [Worker(kind, i, initial, elastic(period, rate, rho, lr), count=3)
+             for i in range(3)]
   rate = 0.9 / period / 3 if rate is None else rate
   simulation = Simulation(initial, 3, rate, period,
                           rate / lr if rho is None else rho, lr)
@@ -208,12 +214,9 @@ def test_three_workers_against_the_formulas(kind, target, period, rate, rho,
 
 def test_an_exchange_rounds_as_in_1_15(kind, control_flow, target):
   """float32 bits of `v -= rate * diff; center += rate * diff`."""
-  del control_flow
   rng = np.random.default_rng(0)
   initial = [np.float32(rng.normal(size=1001) * 100), np.float32(rng.normal())]
-  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), n, getter, communication_period=1, moving_rate=0.3, rho=0.0)
-  worker = Worker(kind, 0, initial, make)
+  worker = Worker(kind, 0, initial, elastic(1, 0.3))
   gradients = [np.float32(rng.normal(size=x.shape)) for x in initial]
   with worker.session(target) as session:
     take_step(session, worker, gradients)
@@ -232,9 +235,7 @@ def test_dtypes_together(kind, target):
   dtypes = (np.float16, tf.bfloat16.as_numpy_dtype, np.float32, np.float64)
   initial = [np.array([[60000, 2, -4]], d) for d in dtypes[:1]] + [
       np.array([[2, 4, -4]], d) for d in dtypes]
-  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), n, getter, communication_period=1, moving_rate=0.5, rho=0.0)
-  worker = Worker(kind, 0, initial, make)
+  worker = Worker(kind, 0, initial, elastic(1, 0.5))
   with worker.session(target) as session:
     take_step(session, worker, [np.full_like(x, 4) for x in initial])
     # Each walks by -4; both meet at -2. Half has steps of 32 at 60000.
@@ -248,32 +249,20 @@ def test_dtypes_together(kind, target):
 @pytest.mark.parametrize("size", [1, 100000])
 def test_concurrent_exchanges_lose_nothing(kind, target, size):
   """At rate 1, worker and center trade places: their sum is what it was."""
-  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), n, getter, communication_period=1, moving_rate=1.0, rho=0.0)
   rounds = 100 if size == 1 else 40
-  workers = [Worker(kind, i, [np.zeros(size)] * 3, make, count=4)
+  workers = [Worker(kind, i, [np.zeros(size)] * 3, elastic(1, 1.0), count=4)
              for i in range(4)]
   with contextlib.ExitStack() as stack:
     sessions = [stack.enter_context(w.session(target)) for w in workers]
 
     together = threading.Barrier(4)
-    failures = []
 
     def run(i):
-      try:
-        for _ in range(rounds):
-          together.wait()
-          take_step(sessions[i], workers[i], [np.full(size, -1.0 - i)] * 3)
-      except Exception as e:
-        failures.append(e)
-        together.abort()
+      for _ in range(rounds):
+        together.wait()
+        take_step(sessions[i], workers[i], [np.full(size, -1.0 - i)] * 3)
 
-    threads = [threading.Thread(target=run, args=[i]) for i in range(4)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    assert not failures
+    in_threads(*[functools.partial(run, i) for i in range(4)])
     places = [read(s, w.variables) for s, w in zip(sessions, workers)]
     places.append(read(sessions[0], workers[0].centers()))
     for i in range(3):
@@ -286,10 +275,8 @@ def test_concurrent_exchanges_lose_nothing(kind, target, size):
 
 
 def test_few_ops_and_transfers(kind, control_flow, target):
-  del control_flow, target
-  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), n, getter, communication_period=1)
-  worker = Worker(kind, 0, [np.float32([i, 1]) for i in range(20)], make)
+  worker = Worker(kind, 0, [np.float32([i, 1]) for i in range(20)],
+                  elastic(1, rho=None))
   _, nodes = ops_that_run(worker.graph, worker.train, dict(zip(
       worker.feeds, [np.float32([1, 1])] * 20)))
   name = "Wrapopt>AveragingAssign" + ("Ref" if kind == "ref" else "")
@@ -306,11 +293,9 @@ def test_few_ops_and_transfers(kind, control_flow, target):
 
 
 def ops_in_the_second_step(count, kind, period):
-  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), n, getter, communication_period=period, rho=0.0)
   # Of shapes that have no constant in common.
   values = [np.ones([i + 2, 1], np.float32) for i in range(count)]
-  worker = Worker(kind, 0, values, make)
+  worker = Worker(kind, 0, values, elastic(period))
   return ops_that_run(worker.graph, worker.train,
                       dict(zip(worker.feeds, values, strict=True)), runs=2)[0]
 
@@ -323,70 +308,56 @@ def test_a_step_between_exchanges(kind, most_bytes, monkeypatch):
   loss, gradient and inner optimizer's step of each.
   """
   monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
-  few, many = (ops_in_the_second_step(n, kind, 9) for n in (20, 40))
+  n = 8
+  few, many = (ops_in_the_second_step(count, kind, 9) for count in (n, 2 * n))
   variable = "VarHandleOp" if kind == "resource" else "VariableV2"
   assert many - few == collections.Counter({
-      variable: 3 * 20, "_Arg": 20, "BroadcastTo": 20, "Const": 20,
-      "Identity": 20,
-      **({"ApplyGradientDescent": 20} if kind == "ref" else
-         {"ReadVariableOp": 20, "ResourceApplyGradientDescent": 20})})
+      variable: 3 * n, "_Arg": n, "BroadcastTo": n, "Const": n, "Identity": n,
+      **({"ApplyGradientDescent": n} if kind == "ref" else
+         {"ReadVariableOp": n, "ResourceApplyGradientDescent": n})})
   assert not [op for op in many if op.startswith("Wrapopt>")]
-  due = ops_in_the_second_step(20, kind, 1)
+  due = ops_in_the_second_step(n, kind, 1)
   assert {op for op in due if op.startswith("Wrapopt>AveragingAssign")}
 
 
 def test_all_is_read_before_any_is_changed(kind):
-  with graph_of(kind):
-    v, opt = one_variable()
-    step = tf1.train.get_or_create_global_step()
-    [[center], [local]] = opt._copies([v])
-    applied, due = tf.no_op(), tf.constant(True)
-    done = tf.group(_elastic.exchange([v], [center], [local], 0.5, [step],
-                                      applied, due))
-    push, pull = sorted(ops_of_type("Wrapopt>AveragingAssign" + (
-        "Ref" if kind == "ref" else "")), key=lambda op: len(ancestors(op)))
-    assert pull in ancestors(done) and push in ancestors(pull)
-    reads = reads_of([v, center], ancestors(done))
-    assert len(reads) == 2 and reads <= ancestors(push)
-    assert all(applied in ancestors(read) for read in reads)
-    [count] = [op for op in ancestors(done)
-               if op.type in ("AssignAdd", "AssignAddVariableOp")]
-    assert push in ancestors(count)
-    # Other workers do the same; an increment of a resource variable locks.
-    assert push.get_attr("use_locking")
-    assert kind == "resource" or count.get_attr("use_locking")
+  v, opt = one_variable()
+  step = tf1.train.get_or_create_global_step()
+  [[center], [local]] = opt._copies([v])
+  applied, due = tf.no_op(), tf.constant(True)
+  done = tf.group(_elastic.exchange([v], [center], [local], 0.5, [step],
+                                    applied, due))
+  push, pull = sorted(ops_of_type("Wrapopt>AveragingAssign" + (
+      "Ref" if kind == "ref" else "")), key=lambda op: len(ancestors(op)))
+  assert pull in ancestors(done) and push in ancestors(pull)
+  reads = reads_of([v, center], ancestors(done))
+  assert len(reads) == 2 and reads <= ancestors(push)
+  assert all(applied in ancestors(read) for read in reads)
+  [count] = [op for op in ancestors(done)
+             if op.type in ("AssignAdd", "AssignAddVariableOp")]
+  assert push in ancestors(count)
+  # Other workers do the same; an increment of a resource variable locks.
+  assert push.get_attr("use_locking")
+  assert kind == "resource" or count.get_attr("use_locking")
 
 
 def test_what_is_returned_and_collected(kind):
-  with graph_of(kind):
-    v, opt = one_variable()
-    train = opt.minimize(tf.reduce_sum(v), name="my_train")
-    assert isinstance(train, tf.Operation) and train.name == "my_train"
-    assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train]
-    applied = [op for op in ancestors(train)
-               if op.type in ("ApplyGradientDescent",
-                              "ResourceApplyGradientDescent")]
-    assert len(applied) == 1
+  v, opt = one_variable()
+  train = opt.minimize(tf.reduce_sum(v), name="my_train")
+  assert isinstance(train, tf.Operation) and train.name == "my_train"
+  assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train]
+  applied = [op for op in ancestors(train)
+             if op.type in ("ApplyGradientDescent",
+                            "ResourceApplyGradientDescent")]
+  assert len(applied) == 1
 
 
 def one_variable(make_inner=lambda: sgd(1.0), initial=(0.0, 0.0), name="v",
                  device="/cpu:0", **kwargs):
   """A variable and an optimizer for it, in the current graph."""
-  getter = wrapopt.ElasticAverageCustomGetter(device)
-  with tf1.variable_scope("", custom_getter=getter):
-    v = tf1.get_variable(name, initializer=list(initial))
-  kwargs = {"num_worker": 1, **kwargs}
-  opt = wrapopt.ElasticAverageOptimizer(
-      make_inner(), ea_custom_getter=getter, **kwargs)
-  return v, opt
-
-
-@contextlib.contextmanager
-def initialized():
-  with tf1.Session() as session:
-    session.run([tf1.global_variables_initializer(),
-                 tf1.local_variables_initializer()])
-    yield session
+  getter, [v] = variables_of(device, **{name: list(initial)})
+  return v, wrapopt.ElasticAverageOptimizer(make_inner(), **{
+      "num_worker": 1, "ea_custom_getter": getter, **kwargs})
 
 
 # The pull towards the centers
@@ -394,31 +365,26 @@ def initialized():
 
 def test_gradients_of_a_subset(kind):
   """In 1.15, a variable was pulled to the center of another."""
-  with graph_of(kind):
-    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    with tf1.variable_scope("", custom_getter=getter):
-      a, b = (tf1.get_variable(n, initializer=x)
-              for n, x in (("a", 1.0), ("b", 10.0)))
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter, rho=2.0)
-    loss = 5 * a + 7 * b
-    [(gradient, of)] = opt.compute_gradients(loss, [b])
-    assert of is b
-    with initialized() as session:
-      assert session.run(gradient) == 7
-      session.run(b.assign(13.0))
-      assert session.run(gradient) == 7 + 2 * 3
+  getter, [a, b] = variables_of(a=1.0, b=10.0)
+  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter, rho=2.0)
+  loss = 5 * a + 7 * b
+  [(gradient, of)] = opt.compute_gradients(loss, [b])
+  assert of is b
+  with session_of() as session:
+    assert session.run(gradient) == 7
+    session.run(b.assign(13.0))
+    assert session.run(gradient) == 7 + 2 * 3
 
 
 def test_all_trainable_variables_by_default(kind):
-  with graph_of(kind):
-    v, opt = one_variable(rho=2.0)
-    assert [x for _, x in opt.compute_gradients(tf.reduce_sum(v))] == [v]
-    tf1.get_variable("other", [2])
-    with pytest.raises(ValueError, match="'other:0' must have a center, got"):
-      opt.compute_gradients(tf.reduce_sum(v))
-    with pytest.raises(ValueError, match="'other:0' must have a center, got"):
-      opt.apply_gradients([(tf.ones([2]), x)
-                           for x in tf1.trainable_variables()])
+  v, opt = one_variable(rho=2.0)
+  assert [x for _, x in opt.compute_gradients(tf.reduce_sum(v))] == [v]
+  tf1.get_variable("other", [2])
+  with pytest.raises(ValueError, match="'other:0' must have a center, got"):
+    opt.compute_gradients(tf.reduce_sum(v))
+  with pytest.raises(ValueError, match="'other:0' must have a center, got"):
+    opt.apply_gradients([(tf.ones([2]), x)
+                         for x in tf1.trainable_variables()])
 
 
 def test_a_variable_that_the_loss_does_not_depend_on(kind):
@@ -429,7 +395,7 @@ def test_a_variable_that_the_loss_does_not_depend_on(kind):
       [(gradient, _)] = opt.compute_gradients(tf.constant(1.0), [v])
       assert (gradient is None) == (expected is None)
       if expected:
-        with initialized() as session:
+        with session_of() as session:
           session.run(v.assign([1.0, 2.0]))
           assert session.run(gradient).tolist() == expected
 
@@ -464,50 +430,45 @@ def test_the_pull(kind, case):
   options = dict(PULLED[case])
   if case == "a function" and kind == "ref":
     return  # TensorFlow has no gradients of a function for ref variables.
-  with graph_of(kind):
-    v, opt = one_variable(
-        options.pop("inner", lambda: sgd(1.0)), moving_rate=0.5,
-        rho=None if "inner" in PULLED[case] else 2.0)
-    loss = options.pop("loss", lambda v: tf.reduce_sum(5 * v))(v)
-    scale = options.pop("grad_loss", 1.0)
-    [(gradient, _)] = opt.compute_gradients(
-        loss, grad_loss=tf.constant(scale, getattr(loss, "dtype", tf.float32)),
-        **options)
-    with initialized() as session:
-      session.run(v.assign([1.0, 2.0]))
-      assert session.run(gradient).tolist() == [7 * scale, 9 * scale]
+  v, opt = one_variable(
+      options.pop("inner", lambda: sgd(1.0)), moving_rate=0.5,
+      rho=None if "inner" in PULLED[case] else 2.0)
+  loss = options.pop("loss", lambda v: tf.reduce_sum(5 * v))(v)
+  scale = options.pop("grad_loss", 1.0)
+  [(gradient, _)] = opt.compute_gradients(
+      loss, grad_loss=tf.constant(scale, getattr(loss, "dtype", tf.float32)),
+      **options)
+  with session_of() as session:
+    session.run(v.assign([1.0, 2.0]))
+    assert session.run(gradient).tolist() == [7 * scale, 9 * scale]
 
 
 def test_rates_that_are_tensors(kind, control_flow):
-  del control_flow
-  with graph_of(kind):
-    rate, rho = (tf1.get_variable(name, initializer=x, trainable=False)
-                 for name, x in (("rate", 0.5), ("rho", 2.0)))
-    v, opt = one_variable(moving_rate=rate, rho=rho, communication_period=1)
-    train = opt.minimize(tf.reduce_sum(5 * v))
-    with initialized() as session:
-      session.run(v.assign([1.0, 2.0]))
-      session.run(train)  # By 7 and 9, then half way back to 0.
-      for x in v, opt._getter._global_map[v]:
-        assert session.run(x).tolist() == [-3.0, -3.5]
+  rate, rho = (tf1.get_variable(name, initializer=x, trainable=False)
+               for name, x in (("rate", 0.5), ("rho", 2.0)))
+  v, opt = one_variable(moving_rate=rate, rho=rho, communication_period=1)
+  train = opt.minimize(tf.reduce_sum(5 * v))
+  with session_of() as session:
+    session.run(v.assign([1.0, 2.0]))
+    session.run(train)  # By 7 and 9, then half way back to 0.
+    for x in v, opt._getter._global_map[v]:
+      assert session.run(x).tolist() == [-3.0, -3.5]
 
 
 @pytest.mark.parametrize("value", [1.5, -0.5, np.nan])
 def test_a_rate_out_of_range(kind, control_flow, value):
   """Found when it runs; the center stays."""
-  del control_flow
-  with graph_of(kind):
-    rate = tf1.placeholder(tf.float32, [])
-    v, opt = one_variable(moving_rate=rate, rho=0.0, communication_period=1)
-    step = tf1.train.get_or_create_global_step()
-    train = opt.minimize(tf.reduce_sum(v), step)
-    with initialized() as session:
-      with pytest.raises(tf.errors.InvalidArgumentError,
-                         match=r"`moving_rate` must be in \[0, 1\], got"):
-        session.run(train, {rate: value})
-      assert session.run(opt._getter._global_map[v]).tolist() == [0, 0]
-      assert session.run(opt._getter._local_map[v]).tolist() == [0, 0]
-      assert session.run(step) == 0
+  rate = tf1.placeholder(tf.float32, [])
+  v, opt = one_variable(moving_rate=rate, rho=0.0, communication_period=1)
+  step = tf1.train.get_or_create_global_step()
+  train = opt.minimize(tf.reduce_sum(v), step)
+  with session_of() as session:
+    with pytest.raises(tf.errors.InvalidArgumentError,
+                       match=r"`moving_rate` must be in \[0, 1\], got"):
+      session.run(train, {rate: value})
+    assert session.run(opt._getter._global_map[v]).tolist() == [0, 0]
+    assert session.run(opt._getter._local_map[v]).tolist() == [0, 0]
+    assert session.run(step) == 0
 
 
 # Gradients of other kinds
@@ -515,30 +476,24 @@ def test_a_rate_out_of_range(kind, control_flow, value):
 
 def test_sparse_and_absent_gradients(kind, control_flow):
   """What has no gradient is not exchanged."""
-  del control_flow
-  with graph_of(kind):
-    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    with tf1.variable_scope("", custom_getter=getter):
-      a, b = (tf1.get_variable(n, initializer=[4.0, 8.0]) for n in "ab")
-    opt = wrapopt.ElasticAverageOptimizer(
-        sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5)
-    train = opt.apply_gradients(iter([
-        (tf.IndexedSlices(tf.constant([2.0]), tf.constant([1]), [2]), a),
-        (None, b)]))
-    centers = [getter._global_map[v] for v in (a, b)]
-    with initialized() as session:
-      session.run([v.assign([0.0, 0.0]) for v in centers])
-      session.run(train)
-      assert np.array(session.run([a, b, *centers])).tolist() == [
-          [2.0, 3.0], [4.0, 8.0], [2.0, 3.0], [0.0, 0.0]]
+  getter, [a, b] = variables_of(a=[4.0, 8.0], b=[4.0, 8.0])
+  opt = wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5)
+  train = opt.apply_gradients(iter([
+      (tf.IndexedSlices(tf.constant([2.0]), tf.constant([1]), [2]), a),
+      (None, b)]))
+  centers = [getter._global_map[v] for v in (a, b)]
+  with session_of() as session:
+    session.run([v.assign([0.0, 0.0]) for v in centers])
+    session.run(train)
+    assert np.array(session.run([a, b, *centers])).tolist() == [
+        [2.0, 3.0], [4.0, 8.0], [2.0, 3.0], [0.0, 0.0]]
 
 
 def test_partitioned_variables(kind):
   with graph_of(kind), tf1.device(CENTERS):
-    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    with tf1.variable_scope("", custom_getter=getter,
-                            partitioner=tf1.fixed_size_partitioner(2)):
-      v = tf1.get_variable("v", initializer=tf.zeros([3, 2]))
+    getter, [v] = variables_of(partitioner=tf1.fixed_size_partitioner(2),
+                               v=tf.zeros([3, 2]))
     opt = wrapopt.ElasticAverageOptimizer(
         sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5, rho=2.0)
     train = opt.minimize(tf.reduce_sum(tf.convert_to_tensor(v)), var_list=v)
@@ -587,44 +542,23 @@ def test_the_local_step_is_the_workers(kind, device, expected, in_scope):
   assert not any("local_step" in v.name for v in tf1.global_variables())
 
 
-def test_the_inner_optimizers_state(kind):
-  with graph_of(kind), on_cluster():
-    inner = wrapopt.MovingAverageOptimizer(tf1.train.AdamOptimizer(0.5), 0.5)
-    v, opt = one_variable(lambda: inner, rho=0.0, device="/job:worker/task:1",
-                          communication_period=3)
-    step = tf1.train.get_or_create_global_step()
-    opt.minimize(tf.reduce_sum(v), step)
-    assert opt.get_slot_names() == inner.get_slot_names() == [
-        "ExponentialMovingAverage", "m", "v"]
-    slots = [opt.get_slot(v, name) for name in opt.get_slot_names()]
-    assert slots == [inner.get_slot(v, name) for name in opt.get_slot_names()]
-    assert opt.variables() == inner.variables() and len(opt.variables()) == 5
-    assert {v.op.name for v in tf1.global_variables()} == {
-        "global_center_variable/v", "global_step"}
-    assert {x.device for x in opt.variables()} == {"/job:worker/task:1"}
-    assert {x.ref() for x in opt.variables()} <= {
-        x.ref() for x in tf1.local_variables()}
-
-
 def test_several_in_one_graph(kind, control_flow):
-  del control_flow
-  with graph_of(kind):
-    step = tf1.train.get_or_create_global_step()
-    (a, one), (b, two) = (
-        one_variable(name=name, moving_rate=0.5, rho=0.0,
-                     communication_period=period)
-        for name, period in (("a", 1), ("b", 2)))
-    train = [one.minimize(tf.reduce_sum(a), step, [a]),
-             two.minimize(tf.reduce_sum(b), step, [b])]
-    starts = [opt.get_init_op(0) for opt in (one, two)]
-    with initialized() as session:
-      session.run(starts)
-      for _ in range(2):
-        session.run(train)
-      # -1 / 2, (-1.5 - 0.5) / 2; the other once, from -2.
-      assert session.run([a, b])[0].tolist() == [-1.0, -1.0]
-      assert session.run([a, b])[1].tolist() == [-1.0, -1.0]
-      assert session.run(step) == 3
+  step = tf1.train.get_or_create_global_step()
+  (a, one), (b, two) = (
+      one_variable(name=name, moving_rate=0.5, rho=0.0,
+                   communication_period=period)
+      for name, period in (("a", 1), ("b", 2)))
+  train = [one.minimize(tf.reduce_sum(a), step, [a]),
+           two.minimize(tf.reduce_sum(b), step, [b])]
+  starts = [opt.get_init_op(0) for opt in (one, two)]
+  with session_of() as session:
+    session.run(starts)
+    for _ in range(2):
+      session.run(train)
+    # -1 / 2, (-1.5 - 0.5) / 2; the other once, from -2.
+    assert session.run([a, b])[0].tolist() == [-1.0, -1.0]
+    assert session.run([a, b])[1].tolist() == [-1.0, -1.0]
+    assert session.run(step) == 3
 
 
 # What is refused
@@ -684,13 +618,6 @@ def test_another_getter(getter):
       wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
 
 
-def test_in_eager_mode():
-  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-  with pytest.raises(RuntimeError, match="ElasticAverageOptimizer must be used "
-                     "in a tf.Graph, got eager mode"):
-    wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
-
-
 def test_in_a_strategy():
   getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
   with tf.Graph().as_default():
@@ -700,26 +627,24 @@ def test_in_a_strategy():
 
 
 def test_no_gradients(kind):
-  with graph_of(kind):
-    v, opt = one_variable()
-    before = len(tf1.get_default_graph().get_operations())
-    with pytest.raises(ValueError, match="No gradients provided"):
-      opt.apply_gradients([(None, v)])
-    with pytest.raises(ValueError, match="No variables provided"):
-      opt.apply_gradients([])
-    assert len(tf1.get_default_graph().get_operations()) == before
+  v, opt = one_variable()
+  before = len(tf1.get_default_graph().get_operations())
+  with pytest.raises(ValueError, match="No gradients provided"):
+    opt.apply_gradients([(None, v)])
+  with pytest.raises(ValueError, match="No variables provided"):
+    opt.apply_gradients([])
+  assert len(tf1.get_default_graph().get_operations()) == before
 
 
 def test_an_unknown_shape(kind):
-  with graph_of(kind):
-    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    with tf1.variable_scope("", custom_getter=getter):
-      v = tf1.get_variable("v", validate_shape=False,
-                           initializer=lambda: tf1.placeholder(
-                               tf.float32, [None]))
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
-    with pytest.raises(ValueError, match="The shape of 'v:0' must be known"):
-      opt.minimize(tf.reduce_sum(v))
+  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  with tf1.variable_scope("", custom_getter=getter):
+    v = tf1.get_variable("v", validate_shape=False,
+                         initializer=lambda: tf1.placeholder(
+                             tf.float32, [None]))
+  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+  with pytest.raises(ValueError, match="The shape of 'v:0' must be known"):
+    opt.minimize(tf.reduce_sum(v))
 
 
 # Starting
@@ -727,33 +652,31 @@ def test_an_unknown_shape(kind):
 
 def test_init_op(kind):
   """Center to both, of this optimizer's variables alone."""
-  with graph_of(kind):
-    tf1.get_variable("other", [2])  # In 1.15, a KeyError.
-    v, opt = one_variable(initial=(2.0, 3.0))
-    start = opt.get_init_op(0)
-    mine = [v, opt._getter._local_map[v]]
-    with tf1.Session() as session:
-      # It needs no values, nor keeps them.
-      session.run(opt._getter._global_map[v].initializer)
-      for before in [], [x.assign([1.0, 4.0]) for x in mine]:
-        session.run(before)
-        session.run(start)
-        for x in session.run(mine):
-          assert x.tolist() == [2.0, 3.0]
+  tf1.get_variable("other", [2])  # In 1.15, a KeyError.
+  v, opt = one_variable(initial=(2.0, 3.0))
+  start = opt.get_init_op(0)
+  mine = [v, opt._getter._local_map[v]]
+  with tf1.Session() as session:
+    # It needs no values, nor keeps them.
+    session.run(opt._getter._global_map[v].initializer)
+    for before in [], [x.assign([1.0, 4.0]) for x in mine]:
+      session.run(before)
+      session.run(start)
+      for x in session.run(mine):
+        assert x.tolist() == [2.0, 3.0]
 
 
 def test_init_op_is_refused(kind):
-  with graph_of(kind):
-    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter, synchronous=True)
-    tf1.get_variable("other", [2])
-    with pytest.raises(ValueError,
-                       match="must have made at least one variable"):
-      opt.get_init_op(0)
-    for number in (-1, 2):
-      with pytest.raises(ValueError, match=r"`task_index` must be in \[0, 2\), "
-                         f"got {number}"):
-        opt.get_init_op(number)
+  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter, synchronous=True)
+  tf1.get_variable("other", [2])
+  with pytest.raises(ValueError,
+                     match="must have made at least one variable"):
+    opt.get_init_op(0)
+  for number in (-1, 2):
+    with pytest.raises(ValueError, match=r"`task_index` must be in \[0, 2\), "
+                       f"got {number}"):
+      opt.get_init_op(number)
 
 
 @contextlib.contextmanager
@@ -876,7 +799,7 @@ def two_variables(kind):
                            partitioner=tf1.fixed_size_partitioner(2))
     other = tf1.get_variable("other", initializer=[5.0])
     opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
-    with initialized() as session:
+    with session_of() as session:
       session.run([v.assign(v + 10.0) for v in (a, *b)])
       yield session, a, b, other, opt
 
@@ -914,21 +837,12 @@ def test_what_the_swapping_saver_saves_is_the_model(kind, tmp_path):
     saver.restore(session, path)
     assert [x.item() for x in session.run([*centers, other, a])] == [
         1, 2, 3, 5, 11]
-  with graph_of(kind):
-    a = tf1.get_variable("a", [1])
-    b = tf1.get_variable("b", [2, 1])
-    tf1.get_variable("other", [1])
-    with tf1.Session() as session:
-      tf1.train.Saver().restore(session, path)
-      assert session.run(a) == 1
-      assert session.run(b).tolist() == [[2], [3]]
 
 
 def test_a_swapping_saver_of_nothing(kind):
-  with graph_of(kind):
-    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
-    tf1.get_variable("other", [1])
-    with pytest.raises(RuntimeError,
-                       match="needs at least one center, got none"):
-      opt.swapping_saver()
+  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+  tf1.get_variable("other", [1])
+  with pytest.raises(RuntimeError,
+                     match="needs at least one center, got none"):
+    opt.swapping_saver()

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 import numerics
 import wrapopt
-from processes import run_python
 from training import GRAPH_MODES
 from training import MODES
 from training import ancestors
 from training import apply_ops
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import session_of
 from training import train
@@ -68,18 +68,6 @@ def test_a_subclass_is_not_taken_apart(rule):
     wrapopt.MovingAverageOptimizer(made, fused=True)
 
 
-def test_what_a_subclass_overrides_is_called():
-  class Twice(v1.GradientDescentOptimizer):
-
-    def _resource_apply_dense(self, grad, handle):
-      return super()._resource_apply_dense(2 * grad, handle)
-
-  v = tf.Variable([1.0])
-  opt = wrapopt.MovingAverageOptimizer(Twice(0.5), 0.5)
-  opt.apply_gradients([(tf.constant([1.0]), v)])
-  assert v.numpy() == [0.0] and opt.average(v).numpy() == [0.5]
-
-
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 @pytest.mark.parametrize("on_class", [False, True])
 def test_what_is_set_on_an_optimizer_is_called(mode, on_class, monkeypatch):
@@ -122,14 +110,6 @@ def test_what_has_no_such_op(make):
   assert not wrapopt.MovingAverageOptimizer(make()).fused
   with pytest.raises(ValueError, match="`fused` must not be True: "):
     wrapopt.MovingAverageOptimizer(make(), fused=True)
-
-
-def test_a_constraint_is_kept():
-  v = tf.Variable([1.0], constraint=lambda x: tf.maximum(x, 0.75))
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.GradientDescentOptimizer(0.5), 0.5, fused=True)
-  opt.apply_gradients([(tf.constant([1.0]), v)])
-  assert v.numpy() == [0.75] and opt.average(v).numpy() == [0.875]
 
 
 # Devices.
@@ -182,101 +162,47 @@ def test_one_op_per_device_and_dtype_and_kind_in_a_graph():
         np.testing.assert_array_equal(session.run(opt.average(v)), 1.5 * first)
 
 
-TWO_DEVICES = """
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import wrapopt
-
-variables = []
-for device in ("/cpu:1", "/cpu:0"):
-  with tf.device(device):
-    variables += [tf.Variable(tf.zeros([2]), name=f"{k}{device[-1]}")
-                  for k in ("dense", "sparse", "none")]
-opt = wrapopt.MovingAverageOptimizer(
-    tf.compat.v1.train.AdamOptimizer(1.0, 0.5, 0.75, epsilon=1e-7), 0.5)
-
-def step():
-  opt.apply_gradients([(
-      {"d": -tf.ones([2]), "n": None,
-       "s": tf.IndexedSlices(-tf.ones([1]), tf.constant([1]), [2])}[v.name[0]],
-      v) for v in variables])
-
-step()
-function = tf.function(step)
-function()
-# Each step of Adam is of size 1 where all gradients are the same.
-for v in variables:
-  average = opt.average(v)
-  print(v.name[:-2], v.device[-5:], v.numpy().round(5).tolist(), (
-      None if average is None else
-      (average.device[-5:], average.numpy().round(5).tolist())))
-print(sorted((op.get_attr("rule").decode(), op.get_attr("NI"),
-              op.get_attr("NV"), op.device[-5:])
-             for op in function.get_concrete_function().graph.get_operations()
-             if op.type.startswith("Wrapopt>")))
-"""
-
-
-def test_two_devices_eagerly_and_in_a_function():
-  process = run_python("-c", TWO_DEVICES)
-  assert process.returncode == 0, process.stderr
-  *lines, ops = process.stdout.splitlines()
-  assert lines == [line for n in "10" for line in (
-      f"dense{n} CPU:{n} [2.0, 2.0] ('CPU:{n}', [1.25, 1.25])",
-      f"sparse{n} CPU:{n} [0.0, 2.0] ('CPU:{n}', [0.0, 1.25])",
-      f"none{n} CPU:{n} [0.0, 0.0] None")]
-  # One tensor holds the handles of a dense step.
-  assert ops == str([("Adam", 0, 1, "CPU:0"), ("Adam", 0, 1, "CPU:1"),
-                     ("Adam", 1, 4, "CPU:0"), ("Adam", 1, 4, "CPU:1")])
-
-
 # Locks.
 
 @pytest.mark.parametrize("use_locking", [False, True])
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 @every_rule
 def test_use_locking_reaches_the_op(rule, kind, use_locking):
-  with graph_of(kind):
-    v = tf1.get_variable("v", [2])
-    wrapopt.MovingAverageOptimizer(
-        RULES[rule](use_locking=use_locking)).apply_gradients(
-            [(tf.ones([2]), v)])
-    [op] = ops_of_type(f"Wrapopt>Apply{rule}" + "Ref" * (kind == "ref"))
-    assert op.get_attr("use_locking") == use_locking
+  v = tf1.get_variable("v", [2])
+  wrapopt.MovingAverageOptimizer(
+      RULES[rule](use_locking=use_locking)).apply_gradients(
+          [(tf.ones([2]), v)])
+  [op] = ops_of_type(f"Wrapopt>Apply{rule}" + "Ref" * (kind == "ref"))
+  assert op.get_attr("use_locking") == use_locking
 
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
 def test_locked_steps_of_many_threads_add_up(kind):
   # Each step is atomic, averages included: in whatever order they come, what
   # they leave is what as many steps one after the other leave.
   threads, times, size = 8, 50, 100_000
-  with graph_of(kind):
-    v = tf1.get_variable("v", [size], initializer=tf1.zeros_initializer())
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.MomentumOptimizer(1.0, 0.5, use_locking=True), [0.5, 0.75])
-    train_op = opt.apply_gradients([(-tf.ones([size]), v)])
-    state = [v, opt.get_slot(v, "momentum"), *opt.averages()]
-    with session_of() as session:
-      for _ in range(threads * times):
+  v = tf1.get_variable("v", [size], initializer=tf1.zeros_initializer())
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.MomentumOptimizer(1.0, 0.5, use_locking=True), [0.5, 0.75])
+  train_op = opt.apply_gradients([(-tf.ones([size]), v)])
+  state = [v, opt.get_slot(v, "momentum"), *opt.averages()]
+  with session_of() as session:
+    for _ in range(threads * times):
+      session.run(train_op)
+    want = [np.array(x) for x in session.run(state)]
+    session.run(tf1.global_variables_initializer())
+    start = threading.Barrier(threads)
+
+    def work():
+      start.wait()
+      for _ in range(times):
         session.run(train_op)
-      want = [np.array(x) for x in session.run(state)]
-      session.run(tf1.global_variables_initializer())
-      start = threading.Barrier(threads)
 
-      def work():
-        start.wait()
-        for _ in range(times):
-          session.run(train_op)
-
-      workers = [threading.Thread(target=work) for _ in range(threads)]
-      for worker in workers:
-        worker.start()
-      for worker in workers:
-        worker.join()
-      for x, y in zip(session.run(state), want, strict=True):
-        numerics.assert_same_bits(x, y)
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+      worker.start()
+    for worker in workers:
+      worker.join()
+    for x, y in zip(session.run(state), want, strict=True):
+      numerics.assert_same_bits(x, y)
   # 400 steps of 2, but for the first ones.
   assert want[0][0] == 2 * threads * times - 2
 

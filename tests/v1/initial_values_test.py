@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from training import GRAPH_MODES
 from training import graph_of
+from training import kind  # pylint: disable=unused-import
 from training import session_of
 import wrapopt
 
@@ -38,8 +38,6 @@ WRAPPERS = {
         sgd(), 10, policy=wrapopt.DelayCompensation()),
     "lazy_adam": lambda: wrapopt.LazyAdamOptimizer(0.1),
 }
-
-kinds = pytest.mark.parametrize("kind", GRAPH_MODES)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +104,11 @@ def minimized(opt, variable, is_sparse=False):
   return opt.minimize(loss, step)
 
 
+def assert_half_way(got, a, b):
+  """Two roundings, of numbers below 32."""
+  np.testing.assert_allclose(got, (a + b) / 2, rtol=0, atol=2 * 32 * 2**-24)
+
+
 def averaging(opt):
   """The optimizer that keeps averages: `opt`, its inner optimizer, or None."""
   inner = getattr(opt, "inner_optimizer", None)
@@ -118,7 +121,6 @@ def averaging(opt):
     (by_variable, True), (by_vocabulary, True)],
     ids=["name", "vocabulary", "warm_start", "parts", "vocabulary_parts"])
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
-@kinds
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.filterwarnings("ignore:Each step updates all rows")
 def test_averages_start_at_values_of_a_file(
@@ -126,57 +128,55 @@ def test_averages_start_at_values_of_a_file(
     tmp_path):
   """Whether the file is named before or after the step is made."""
   want = NEW_ROWS if load is by_vocabulary else TABLE
-  with graph_of(kind):
-    tf1.set_random_seed(1)
-    variable = table(is_partitioned)
-    parts = list(variable) if is_partitioned else [variable]
-    opt = WRAPPERS[name]()
-    if is_first:
-      load(pretrained, variable)
-    train = minimized(opt, variable, is_sparse)
-    if not is_first:
-      load(pretrained, variable)
-    with session_of() as session:
-      def values(of):
-        return np.concatenate([np.array(session.run(of(v))) for v in parts])
+  tf1.set_random_seed(1)
+  variable = table(is_partitioned)
+  parts = list(variable) if is_partitioned else [variable]
+  opt = WRAPPERS[name]()
+  if is_first:
+    load(pretrained, variable)
+  train = minimized(opt, variable, is_sparse)
+  if not is_first:
+    load(pretrained, variable)
+  with session_of() as session:
+    def values(of):
+      return np.concatenate([np.array(session.run(of(v))) for v in parts])
 
-      raw = lambda: values(tf.convert_to_tensor)
-      np.testing.assert_array_equal(raw(), want)
-      if averaging(opt) is None:
-        session.run(train)
-        return
-      average = averaging(opt).average
-      assert [average(v).shape for v in parts] == [v.shape for v in parts]
-      assert all(s.shape.is_fully_defined() for s in opt.variables())
-      np.testing.assert_array_equal(values(average), want)
+    raw = lambda: values(tf.convert_to_tensor)
+    np.testing.assert_array_equal(raw(), want)
+    if averaging(opt) is None:
       session.run(train)
-      averages, weights = values(average), raw()
-      with averaging(opt).averaged_weights(session):
-        np.testing.assert_array_equal(raw(), averages)
-      np.testing.assert_array_equal(raw(), weights)
-      saver = averaging(opt).swapping_saver()
-      path = saver.save(session, str(tmp_path / "model"))
-      saver.restore(session, path)
-      np.testing.assert_array_equal(raw(), weights)
-      session.run(train)
+      return
+    average = averaging(opt).average
+    assert [average(v).shape for v in parts] == [v.shape for v in parts]
+    assert all(s.shape.is_fully_defined() for s in opt.variables())
+    np.testing.assert_array_equal(values(average), want)
+    session.run(train)
+    averages, weights = values(average), raw()
+    with averaging(opt).averaged_weights(session):
+      np.testing.assert_array_equal(raw(), averages)
+    np.testing.assert_array_equal(raw(), weights)
+    saver = averaging(opt).swapping_saver()
+    path = saver.save(session, str(tmp_path / "model"))
+    saver.restore(session, path)
+    np.testing.assert_array_equal(raw(), weights)
+    session.run(train)
 
 
-@kinds
 def test_converted_averages_are_put_in_place(kind, pretrained):
   """An average of another dtype is assigned, also in a finalized graph."""
-  with graph_of(kind) as graph:
-    half = table(dtype=tf.float16, name="half")
-    tf1.train.init_from_checkpoint(pretrained, {"half": half})
-    opt = moving(shadow_dtype=tf.float32)
-    train = minimized(opt, half)
-    with session_of() as session:
-      graph.finalize()
-      session.run(train)
-      average, weights = session.run([opt.average(half), half])
-      np.testing.assert_array_equal(average, 0.75 * TABLE)
-      with opt.averaged_weights(session):
-        np.testing.assert_array_equal(session.run(half), average)
-      np.testing.assert_array_equal(session.run(half), weights)
+  graph = tf1.get_default_graph()
+  half = table(dtype=tf.float16, name="half")
+  tf1.train.init_from_checkpoint(pretrained, {"half": half})
+  opt = moving(shadow_dtype=tf.float32)
+  train = minimized(opt, half)
+  with session_of() as session:
+    graph.finalize()
+    session.run(train)
+    average, weights = session.run([opt.average(half), half])
+    np.testing.assert_array_equal(average, 0.75 * TABLE)
+    with opt.averaged_weights(session):
+      np.testing.assert_array_equal(session.run(half), average)
+    np.testing.assert_array_equal(session.run(half), weights)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
@@ -227,26 +227,24 @@ def by_list(path, opt, variable):
 
 @pytest.mark.parametrize("load", [by_average, by_key, by_scope, by_list])
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
-@kinds
 @pytest.mark.filterwarnings("ignore:Each step updates all rows")
 def test_an_initializer_of_the_averages_own(kind, is_sparse, load, pretrained):
-  with graph_of(kind):
-    variable = table()
-    opt = moving()
-    train = minimized(opt, variable, is_sparse)
-    average = opt.average(variable)
-    assert opt.is_lazy(variable) == (is_sparse and kind == "resource")
-    load(pretrained, opt, variable)
-    with session_of() as session:
-      values = lambda: np.array(session.run([variable, average]))
-      raw, got = values()
-      np.testing.assert_array_equal(got, 3 * TABLE if load is by_scope
-                                    else TABLE)
-      assert (load is by_scope) == np.array_equal(raw, TABLE)
-      session.run(train)
-      raw, now = values()
-      # A step has touched rows 0 and 2, and halved them.
-      np.testing.assert_allclose(now, (raw + got) / 2, rtol=1e-6)
+  variable = table()
+  opt = moving()
+  train = minimized(opt, variable, is_sparse)
+  average = opt.average(variable)
+  assert opt.is_lazy(variable) == (is_sparse and kind == "resource")
+  load(pretrained, opt, variable)
+  with session_of() as session:
+    values = lambda: np.array(session.run([variable, average]))
+    raw, got = values()
+    np.testing.assert_array_equal(got, 3 * TABLE if load is by_scope
+                                  else TABLE)
+    assert (load is by_scope) == np.array_equal(raw, TABLE)
+    session.run(train)
+    raw, now = values()
+    # A step has touched rows 0 and 2, and halved them.
+    assert_half_way(now, raw, got)
 
 
 @pytest.mark.parametrize("is_partitioned", [False, True])
@@ -264,28 +262,27 @@ def test_parts_of_lagging_averages_start_from_a_file(is_partitioned,
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
-@kinds
 @pytest.mark.filterwarnings("ignore:Each step updates all rows")
 def test_averages_are_loaded(kind, is_sparse):
   """By `load` of a variable, which needs no op in a finalized graph."""
-  with graph_of(kind) as graph:
-    variable = table()
-    opt = moving()
-    train = minimized(opt, variable, is_sparse)
-    average = opt.average(variable)
-    with pytest.raises(ValueError, match="default session"):
-      average.load(TABLE)
-    with session_of() as session:
-      graph.finalize()
-      session.run(train)
-      average.load(TABLE, session)
-      np.testing.assert_array_equal(session.run(average), TABLE)
-      with session.as_default():
-        average.load(2 * TABLE)
-      raw = session.run(variable)
-      session.run(train)
-      now, raw = session.run([average, variable])
-      np.testing.assert_allclose(now, (raw + 2 * TABLE) / 2, rtol=1e-6)
+  graph = tf1.get_default_graph()
+  variable = table()
+  opt = moving()
+  train = minimized(opt, variable, is_sparse)
+  average = opt.average(variable)
+  with pytest.raises(ValueError, match="default session"):
+    average.load(TABLE)
+  with session_of() as session:
+    graph.finalize()
+    session.run(train)
+    average.load(TABLE, session)
+    np.testing.assert_array_equal(session.run(average), TABLE)
+    with session.as_default():
+      average.load(2 * TABLE)
+    raw = session.run(variable)
+    session.run(train)
+    now, raw = session.run([average, variable])
+    assert_half_way(now, raw, 2 * TABLE)
 
 
 def test_a_lagging_average_has_no_handle():
@@ -298,34 +295,31 @@ def test_a_lagging_average_has_no_handle():
     assert not hasattr(average, "handle")
 
 
-@kinds
 def test_averages_keep_following_their_variables(kind, pretrained):
   """Also after the initializers were taken, and in a finalized graph."""
-  with graph_of(kind) as graph:
-    variable = table()
-    opt = moving()
-    minimized(opt, variable)
-    session_of().close()
-    by_name(pretrained, variable)
-    double = tf1.assign(variable, 2 * TABLE).op
-    with session_of() as session:
-      graph.finalize()
-      np.testing.assert_array_equal(session.run(opt.average(variable)), TABLE)
-      session.run(double)
-      opt.seed_averages(session)
-      np.testing.assert_array_equal(
-          session.run(opt.average(variable)), 2 * TABLE)
+  graph = tf1.get_default_graph()
+  variable = table()
+  opt = moving()
+  minimized(opt, variable)
+  session_of().close()
+  by_name(pretrained, variable)
+  double = tf1.assign(variable, 2 * TABLE).op
+  with session_of() as session:
+    graph.finalize()
+    np.testing.assert_array_equal(session.run(opt.average(variable)), TABLE)
+    session.run(double)
+    opt.seed_averages(session)
+    np.testing.assert_array_equal(
+        session.run(opt.average(variable)), 2 * TABLE)
 
 
-@kinds
 def test_an_initializer_that_is_not_known(kind):
-  with graph_of(kind):
-    variable = table()
-    variable._initializer_op = tf.group(variable.initializer)
-    with pytest.raises(NotImplementedError, match="The initializer of "
-                       "'table:0' must be .* that assigns a tensor, got .*NoOp"
-                       ".* seed_averages"):
-      minimized(moving(), variable)
+  variable = table()
+  variable._initializer_op = tf.group(variable.initializer)
+  with pytest.raises(NotImplementedError, match="The initializer of "
+                     "'table:0' must be .* that assigns a tensor, got .*NoOp"
+                     ".* seed_averages"):
+    minimized(moving(), variable)
 
 
 def averaged(getter, global_step, loss):
@@ -348,48 +342,44 @@ GETTERS = {averaged: wrapopt.ModelAverageCustomGetter,
     (by_name, False), (by_warm_start, False), (by_vocabulary, True)])
 @pytest.mark.parametrize("has_own_init_op", [False, True])
 @pytest.mark.parametrize("make", GETTERS)
-@kinds
 def test_centers_start_at_values_of_a_file(
     kind, make, has_own_init_op, load, is_partitioned, is_first, pretrained):
   """Not the worker at a random center."""
   want = NEW_ROWS if load is by_vocabulary else TABLE
-  with graph_of(kind):
-    getter = GETTERS[make]("/cpu:0")
-    with tf1.variable_scope("", custom_getter=getter):
-      variable = table(is_partitioned)
-    step = tf1.train.get_or_create_global_step()
-    parts = list(variable) if is_partitioned else [variable]
-    copies = [getter.centers] + (
-        [getter.local_centers] if make is elastic else [])
-    scaffold = None
-    if has_own_init_op:
-      scaffold = tf1.train.Scaffold(init_op=tf1.global_variables_initializer())
-    if is_first:
-      load(pretrained, variable)
-    train, make_hook = make(
-        getter, step, lambda: tf.reduce_sum(tf.convert_to_tensor(variable)))
-    if not is_first:
-      load(pretrained, variable)
-    with tf1.train.MonitoredTrainingSession(
-        hooks=[make_hook()], scaffold=scaffold) as session:
-      for of in (lambda v: v, *(copy.__getitem__ for copy in copies)):
-        np.testing.assert_array_equal(
-            np.concatenate(session.run([of(v) for v in parts])), want)
-      session.run(train)
+  getter = GETTERS[make]("/cpu:0")
+  with tf1.variable_scope("", custom_getter=getter):
+    variable = table(is_partitioned)
+  step = tf1.train.get_or_create_global_step()
+  parts = list(variable) if is_partitioned else [variable]
+  copies = [getter.centers] + (
+      [getter.local_centers] if make is elastic else [])
+  scaffold = None
+  if has_own_init_op:
+    scaffold = tf1.train.Scaffold(init_op=tf1.global_variables_initializer())
+  if is_first:
+    load(pretrained, variable)
+  train, make_hook = make(
+      getter, step, lambda: tf.reduce_sum(tf.convert_to_tensor(variable)))
+  if not is_first:
+    load(pretrained, variable)
+  with tf1.train.MonitoredTrainingSession(
+      hooks=[make_hook()], scaffold=scaffold) as session:
+    for of in (lambda v: v, *(copy.__getitem__ for copy in copies)):
+      np.testing.assert_array_equal(
+          np.concatenate(session.run([of(v) for v in parts])), want)
+    session.run(train)
 
 
 @pytest.mark.parametrize("make", GETTERS)
-@kinds
 def test_a_center_with_an_initializer_of_its_own(kind, make, pretrained):
-  with graph_of(kind):
-    getter = GETTERS[make]("/cpu:0")
-    with tf1.variable_scope("", custom_getter=getter):
-      variable = table()
-    center = getter.centers[variable]
-    tf1.train.init_from_checkpoint(pretrained, {"table": center})
-    variable._initializer_op = variable.assign(2 * TABLE).op
-    step = tf1.train.get_or_create_global_step()
-    _, make_hook = make(getter, step, lambda: tf.reduce_sum(variable))
-    with tf1.train.MonitoredTrainingSession(hooks=[make_hook()]) as session:
-      for v in (variable, center):
-        np.testing.assert_array_equal(session.run(v), TABLE)
+  getter = GETTERS[make]("/cpu:0")
+  with tf1.variable_scope("", custom_getter=getter):
+    variable = table()
+  center = getter.centers[variable]
+  tf1.train.init_from_checkpoint(pretrained, {"table": center})
+  variable._initializer_op = variable.assign(2 * TABLE).op
+  step = tf1.train.get_or_create_global_step()
+  _, make_hook = make(getter, step, lambda: tf.reduce_sum(variable))
+  with tf1.train.MonitoredTrainingSession(hooks=[make_hook()]) as session:
+    for v in (variable, center):
+      np.testing.assert_array_equal(session.run(v), TABLE)

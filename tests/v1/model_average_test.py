@@ -79,8 +79,27 @@ class Worker:
         opt or tf1.train.GradientDescentOptimizer(1.0), num_worker, is_chief,
         self.getter, interval_steps, **options)
 
+  @contextlib.contextmanager
+  def training(self, names="v", **options):
+    """(optimizer, op that adds 1 to variables, global step, variables)."""
+    with self.build():
+      variables = [tf1.get_variable(n, initializer=0.0) for n in names]
+      step = tf1.train.create_global_step()
+      opt = self.optimizer(**options)
+      train = opt.apply_gradients([(tf.constant(-1.0), v) for v in variables],
+                                  step)
+      yield opt, train, step, *variables
+
   def session(self, target, **options):
     return tf1.train.MonitoredTrainingSession(target, **options)
+
+
+@contextlib.contextmanager
+def initialized(target):
+  with tf1.Session(target) as session:
+    session.run([tf1.global_variables_initializer(),
+                 tf1.local_variables_initializer()])
+    yield session
 
 
 # What a step does
@@ -231,7 +250,7 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
         assert session.run([centers, step]) == [[n, n], n]
 
 
-@pytest.mark.parametrize("kinds", itertools.product([True, False], repeat=3),
+@pytest.mark.parametrize("kinds", [*itertools.product([True, False], repeat=3)],
                          ids=str)
 def test_resource_and_ref_variables_together(kinds, target):
   """Of two centers and the step, each of either kind."""
@@ -275,11 +294,7 @@ def test_rounds_stop_while_the_chief_writes_the_centers(own_saver, target,
   generation = 0
   for n in 1, 2:  # Initialized, and then restored.
     worker = Worker(scope=f"stops_{own_saver}")
-    with worker.build():
-      v = tf1.get_variable("v", initializer=0.0)
-      step = tf1.train.create_global_step()
-      opt = worker.optimizer()
-      train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+    with worker.training() as (opt, train, step, v):
       scaffold = tf1.train.Scaffold(saver=tf1.train.Saver()
                                     if own_saver else None)
       before, after = Places(opt), Places(opt)
@@ -301,9 +316,7 @@ def test_a_step_that_failed_does_not_count(target):
     opt = worker.optimizer(interval_steps=2)
     divisor = tf1.placeholder(tf.int32, [])
     train = opt.apply_gradients([(-tf.cast(1 // divisor, tf.float32), v)], step)
-    with tf1.Session(target) as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with initialized(target) as session:
       for n in range(1, 7):
         for _ in range(3):
           with pytest.raises(tf.errors.InvalidArgumentError, match="ivi"):
@@ -317,16 +330,11 @@ def test_checked_numerics(timeout_secs, target):
   worker = Worker(scope=f"checked_{timeout_secs}")
   tf.debugging.enable_check_numerics()
   try:
-    with worker.build():
-      v = tf1.get_variable("v", initializer=0.0)
-      step = tf1.train.create_global_step()
-      opt = worker.optimizer(round_timeout_secs=timeout_secs)
-      train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+    with worker.training(round_timeout_secs=timeout_secs) as (
+        opt, train, step, v):
       hook = opt.make_session_run_hook()
       hook.begin()
-      with tf1.Session(target) as session:
-        session.run([tf1.global_variables_initializer(),
-                     tf1.local_variables_initializer()])
+      with initialized(target) as session:
         hook.after_create_session(session, None)
         session.run(train)
         assert session.run([v, step]) == [1, 1]
@@ -336,11 +344,8 @@ def test_checked_numerics(timeout_secs, target):
 
 def test_no_clock_that_others_set_ends_a_round():
   worker = Worker(scope="clock")
-  with worker.build():
-    v = tf1.get_variable("v", initializer=0.0)
-    step = tf1.train.create_global_step()
-    train = worker.optimizer().apply_gradients([(tf.constant(1.0), v)], step)
-  types = [op.type for op in train.graph.get_operations()]
+  with worker.training():
+    types = [op.type for op in worker.graph.get_operations()]
   assert types.count("Wrapopt>AveragingClock") == 2
   assert "Timestamp" not in types
 
@@ -365,10 +370,8 @@ def test_two_steps_of_a_worker_at_once_are_refused(target):
     gradient.set_shape([])
     train = opt.apply_gradients([(gradient, v)], step)
     local_step = opt._rounds[0].local_step
-    with tf1.Session(target) as session, (
+    with initialized(target) as session, (
         concurrent.futures.ThreadPoolExecutor()) as pool:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
       slow = pool.submit(session.run, train, {is_slow: True})
       assert begun.wait(60)
       # The step has begun; most likely it has read the count, too.
@@ -385,22 +388,16 @@ def test_two_steps_of_a_worker_at_once_are_refused(target):
 def test_without_the_hook(target):
   """As in 1.15: rounds work, whatever the workers started from."""
   worker = Worker(scope="no_hook")
-  with worker.build():
-    v = tf1.get_variable("v", initializer=1.0)
-    step = tf1.train.create_global_step()
-    opt = worker.optimizer()
-    train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+  with worker.training() as (opt, train, step, v):
     init = opt.get_init_op()
-    with tf1.Session(target) as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with initialized(target) as session:
       session.run(train)
-      assert session.run([v, worker.getter.centers[v], step]) == [2, 2, 1]
+      assert session.run([v, worker.getter.centers[v], step]) == [1, 1, 1]
       session.run(v.assign(7.0))
       session.run(init)
-      assert session.run(v) == 2
+      assert session.run(v) == 1
       session.run(train)
-      assert session.run([v, worker.getter.centers[v], step]) == [3, 3, 2]
+      assert session.run([v, worker.getter.centers[v], step]) == [2, 2, 2]
 
 
 def test_a_second_apply_gradients(target):
@@ -534,11 +531,12 @@ def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
   and the inner optimizer's.
   """
   monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
-  few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
+  n = 8
+  few, many = (nodes_that_run(count, kind, 9) for count in (n, 2 * n))
   variable = "VarHandleOp" if kind else "VariableV2"
   assert many - few == {
-      variable: 2 * 20, "Const": 20, "ResourceApplyGradientDescent" if kind else
-      "ApplyGradientDescent": 20}
+      variable: 2 * n, "Const": n, "ResourceApplyGradientDescent" if kind else
+      "ApplyGradientDescent": n}
   assert not few - many
   assert not [op for op in many if op.startswith("Wrapopt>")]
   a_round = nodes_that_run(2, kind, interval=1)
@@ -610,14 +608,13 @@ def test_apply_gradients_is_checked():
     opt = worker.optimizer()
     g = tf.constant(1.0)
     before = len(worker.graph.get_operations())
-    with pytest.raises(ValueError, match="Must supply at least one variable"):
-      opt.apply_gradients([], step)
-    with pytest.raises(ValueError, match="Global step is required"):
-      opt.apply_gradients([(g, v)])
-    with pytest.raises(TypeError, match="`global_step` must be a variable"):
-      opt.apply_gradients([(g, v)], 3)
-    with pytest.raises(ValueError, match="No gradients provided"):
-      opt.apply_gradients([(None, v)], step)
+    for pairs, count, error, text in (
+        ([], step, ValueError, "Must supply at least one variable"),
+        ([(g, v)], None, ValueError, "Global step is required"),
+        ([(g, v)], 3, TypeError, "`global_step` must be a variable"),
+        ([(None, v)], step, ValueError, "No gradients provided")):
+      with pytest.raises(error, match=text):
+        opt.apply_gradients(pairs, count)
     with pytest.raises(ValueError, match="Global step is required"):
       opt.minimize(g * v)
     assert len([op for op in worker.graph.get_operations()[before:]
@@ -629,30 +626,20 @@ def test_apply_gradients_is_checked():
       opt.apply_gradients([(g, w)], step)
 
 
-def test_get_init_op_needs_variables():
-  worker = Worker()
+def test_get_init_op_needs_variables(target):
+  worker = Worker(scope="init")
+  text = "The list of local_variables should not be empty"
+  with worker.build(getter=False):
+    tf1.get_variable("w", initializer=0.0)  # The getter did not make it.
   with worker.build():
     opt = worker.optimizer()
-    with pytest.raises(ValueError, match=(
-        "The list of local_variables should not be empty")):
+    with pytest.raises(ValueError, match=text):
       opt.get_init_op()
-    # One that the getter did not make does not matter.
-  with worker.build(getter=False):
-    tf1.get_variable("w", initializer=0.0)
-  with worker.build():
-    v = tf1.get_variable("v", initializer=0.0)
-    opt.minimize(v, tf1.train.create_global_step())
-    assert opt.get_init_op().type == "NoOp"
-
-
-def test_get_init_op_initializes(target):
-  worker = Worker(scope="init")
-  with worker.build():
     mine = [tf1.get_variable(name, initializer=[1.0, 2.0]) for name in "ab"]
     step = tf1.train.create_global_step()
-    opt = worker.optimizer()
     opt.apply_gradients([(tf.constant([1.0, 1.0]), v) for v in mine], step)
     init = opt.get_init_op()
+    assert init.type == "NoOp"
     others = [v for v in (*tf1.global_variables(), *tf1.local_variables())
               if all(v is not w for w in mine)]
     with tf1.Session(target) as session:
@@ -738,10 +725,3 @@ def test_the_hook_without_a_step(is_chief, target):
       hook.begin()
       hook.after_create_session(session, None)
       assert session.run(v) == 3
-
-
-def test_eager_mode_is_refused():
-  getter = wrapopt.ModelAverageCustomGetter("/cpu:0")
-  with pytest.raises(RuntimeError, match="in a tf.Graph, got eager mode"):
-    wrapopt.ModelAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), 1, True, getter)

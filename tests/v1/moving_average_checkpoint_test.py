@@ -81,7 +81,6 @@ PLAIN = {**SWAPPED, "a": [1, 1], "a" + AVERAGE: [0.5, 0.5], "b": [1, 1],
 
 
 def test_the_file_of_a_swapping_saver(kind, tmp_path):
-  del kind
   model = Model()
   saver = model.opt.swapping_saver()
   assert isinstance(saver, v1.train.Saver)
@@ -94,19 +93,6 @@ def test_the_file_of_a_swapping_saver(kind, tmp_path):
         [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
     assert_contents(v1.train.Saver().save(session, str(tmp_path / "plain")),
                     PLAIN)
-
-
-def test_a_plain_saver_restores_the_averages(kind, tmp_path):
-  model = Model()
-  with session_of() as session:
-    session.run(model.train)
-    path = model.opt.swapping_saver().save(session, str(tmp_path / "model"))
-  with graph_of(kind):  # For evaluation: no averages, no wrapopt.
-    variables = [v1.get_variable(n, [2]) for n in "abc"]
-    with v1.Session() as session:
-      v1.train.Saver().restore(session, path)
-      assert [x.tolist() for x in session.run(variables)] == [
-          [.5, .5], [.5, .5], [0, 0]]
 
 
 VAR_LISTS = {
@@ -122,7 +108,6 @@ VAR_LISTS = {
 
 @pytest.mark.parametrize("var_list", VAR_LISTS)
 def test_var_list(kind, tmp_path, var_list):
-  del kind
   model = Model()
   saver = model.opt.swapping_saver(VAR_LISTS[var_list](model))
   with session_of() as session:
@@ -132,12 +117,11 @@ def test_var_list(kind, tmp_path, var_list):
 
 
 def test_dict_keys_may_be_any(kind, tmp_path):
-  del kind
   model = Model()
-  m = model
-  saver = m.opt.swapping_saver({
-      "weights": m.a, "raw/weights": m.opt.average(m.a),
-      "b": m.opt.average(m.b), "b" + AVERAGE: m.b, "counter": m.step})
+  saver = model.opt.swapping_saver({
+      "weights": model.a, "raw/weights": model.opt.average(model.a),
+      "b": model.opt.average(model.b), "b" + AVERAGE: model.b,
+      "counter": model.step})
   with session_of() as session:
     session.run(model.train)
     before = session.run(model.state)
@@ -174,7 +158,6 @@ def test_a_variable_may_be_given_by_a_tensor_that_reads_it(
 
 
 def test_all_global_variables_of_now(kind, tmp_path):
-  del kind
   model = Model()
   early = model.opt.swapping_saver()
   v1.get_variable("late", initializer=7.0)
@@ -187,7 +170,6 @@ def test_all_global_variables_of_now(kind, tmp_path):
 
 
 def test_saveable_objects_are_saved_too(kind, tmp_path):
-  del kind
   model = Model()
   table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
   fill = table.insert(["x"], tf.constant([3], tf.int64))
@@ -245,7 +227,6 @@ def test_partitioned_variables_are_swapped_slice_by_slice(
 
 
 def test_arguments_of_the_saver(kind, tmp_path):
-  del kind
   model = Model()
   saver = model.opt.swapping_saver(
       None, "my_saver", max_to_keep=2, sharded=True, pad_step_number=True,
@@ -272,7 +253,6 @@ def test_arguments_of_the_saver(kind, tmp_path):
 
 
 def test_swapping_saver_before_a_step(kind):
-  del kind
   v1.get_variable("v", initializer=0.0)
   opt = wrap()
   with pytest.raises(RuntimeError, match=(
@@ -282,7 +262,6 @@ def test_swapping_saver_before_a_step(kind):
 
 
 def test_one_of_a_pair_is_missing(kind):
-  del kind
   model = Model()
   for given, missing in (
       ([model.a], "a" + AVERAGE),
@@ -302,7 +281,6 @@ DECAYS = [0.5, 0.75]
 
 @pytest.mark.parametrize("decay", [None, *DECAYS])
 def test_which_of_several_decays_is_swapped(kind, tmp_path, decay):
-  del kind
   v = v1.get_variable("v", initializer=0.0)
   opt = wrap(DECAYS)
   train = descend(opt, v)
@@ -394,30 +372,34 @@ def graph_of_1_15():
     yield
 
 
-class Stock:
-  """What tf.contrib.opt.MovingAverageOptimizer made, of what it was made of."""
+class Trained:
+  """Two variables; subclasses have `train`, and `averages` of decay 1/2."""
 
   def __init__(self, inner):
     self.a, self.b = (v1.get_variable(n, initializer=[x, 0.0])
                       for n, x in (("a", 1.0), ("scope/b", 2.0)))
     self.step = v1.train.get_or_create_global_step()
     self.variables = [self.a, self.b]
-    with tf.control_dependencies([descend(inner(), *self.variables,
+    self.make(inner())
+    self.state = [self.step, *self.variables, *self.averages]
+
+
+class Stock(Trained):
+  """What tf.contrib.opt.MovingAverageOptimizer made, of what it was made of."""
+
+  def make(self, inner):
+    with tf.control_dependencies([descend(inner, *self.variables,
                                           step=self.step)]):
       ema = v1.train.ExponentialMovingAverage(0.5)
       self.train = ema.apply(self.variables)
     self.averages = [ema.average(v) for v in self.variables]
 
 
-class Wrapped:
+class Wrapped(Trained):
   """The same by wrapopt."""
 
-  def __init__(self, inner):
-    self.a, self.b = (v1.get_variable(n, initializer=[x, 0.0])
-                      for n, x in (("a", 1.0), ("scope/b", 2.0)))
-    self.step = v1.train.get_or_create_global_step()
-    self.variables = [self.a, self.b]
-    self.opt = wrapopt.MovingAverageOptimizer(inner(), 0.5)
+  def make(self, inner):
+    self.opt = wrapopt.MovingAverageOptimizer(inner, 0.5)
     self.train = descend(self.opt, *self.variables, step=self.step)
     self.averages = self.opt.averages()
 
@@ -441,10 +423,9 @@ def test_a_checkpoint_of_1_15(tmp_path, inner, layout):
       for _ in range(2):
         session.run(stock.train)
       path = v1.train.Saver(names).save(session, str(tmp_path / "model"))
-      state = [stock.step, *stock.variables, *stock.averages]
-      before = session.run(state)
+      before = session.run(stock.state)
       session.run(stock.train)
-      want = session.run(state)
+      want = session.run(stock.state)
 
   for kind in GRAPH_MODES:
     with graph_of(kind):
@@ -452,73 +433,15 @@ def test_a_checkpoint_of_1_15(tmp_path, inner, layout):
       assert {v.op.name for v in v1.global_variables()} == names.keys()
       saver = (model.opt.swapping_saver() if layout == "swapped"
                else v1.train.Saver())
-      state = [model.step, *model.variables, *model.averages]
       with v1.Session() as session:
         saver.restore(session, path)
-        assert_same_bits(session.run(state), before)
+        assert_same_bits(session.run(model.state), before)
         session.run(model.train)
         # Decay 1/2 loses nothing in TensorFlow's float32 either.
-        assert_same_bits(session.run(state), want)
-
-
-@pytest.mark.parametrize("kind_", GRAPH_MODES)
-def test_a_checkpoint_of_1_15_gets_what_wrapopt_writes(tmp_path, kind_):
-  # And back: names and layout are the same.
-  with graph_of(kind_):
-    model = Wrapped(INNER["adam"])
-    with session_of() as session:
-      session.run(model.train)
-      path = v1.train.Saver().save(session, str(tmp_path / "model"))
-      before = session.run([model.step, *model.variables, *model.averages])
-  with graph_of_1_15():
-    stock = Stock(INNER["adam"])
-    with v1.Session() as session:
-      v1.train.Saver().restore(session, path)
-      assert_same_bits(
-          session.run([stock.step, *stock.variables, *stock.averages]), before)
-
-
-# Checkpoints of a run without averages.
-
-
-def bare_checkpoint(path):
-  with graph_of("ref"):
-    a = v1.get_variable("a", initializer=[5.0, 0.0])
-    b = v1.get_variable("scope/b", initializer=[7.0, 0.0])
-    step = v1.train.get_or_create_global_step()
-    train = descend(INNER["momentum"](), a, b, step=step)
-    with session_of() as session:
-      session.run(train)
-      return v1.train.Saver().save(session, path)
-
-
-def assert_seeded(session, model):
-  a, b, average_a, average_b, step = session.run(
-      [*model.variables, *model.averages, model.step])
-  assert_same_bits([a, b, step], [np.float32([6, 1]), np.float32([8, 1]),
-                                  np.int64(1)])
-  assert_same_bits([average_a, average_b], [a, b])
-  session.run(model.train)
-  # The slots were restored: the momentum is 1.5.
-  assert session.run(model.a).tolist() == [7.5, 2.5]
-  assert session.run(model.averages[0]).tolist() == [6.75, 1.75]
-
-
-def test_seeding_initialized_averages_in_a_finalized_graph(kind, tmp_path):
-  del kind
-  path = bare_checkpoint(str(tmp_path / "model"))
-  model = Wrapped(INNER["momentum"])
-  saver = v1.train.Saver(
-      [v for v in v1.global_variables() if v not in model.opt.averages()])
-  scaffold = v1.train.Scaffold(
-      saver=model.opt.swapping_saver(),
-      init_fn=lambda scaffold, session: saver.restore(session, path))
-  with v1.train.MonitoredTrainingSession(scaffold=scaffold) as session:
-    assert v1.get_default_graph().finalized
-    # So far they have the initial values of this graph.
-    assert session.run(model.averages[0]).tolist() == [1, 0]
-    model.opt.seed_averages(session)
-    assert_seeded(session, model)
+        assert_same_bits(session.run(model.state), want)
+        # And back: it holds the names of 1.15 alone.
+        assert dict(tf.train.list_variables(path)) == dict(
+            tf.train.list_variables(saver.save(session, path + kind)))
 
 
 # tf.train.Checkpoint.
@@ -703,54 +626,6 @@ def test_a_swapping_saver_of_decays_in_another_order(kind, tmp_path, decay):
         opt.swapping_saver(decay=decay).restore(session, path)
 
 
-def test_a_checkpoint_in_a_session(kind, tmp_path):
-  def make():
-    model = Wrapped(INNER["adam"])
-    return model, v1.train.Checkpoint(
-        a=model.a, b=model.b, step=model.step, opt=model.opt)
-
-  model, checkpoint = make()
-  state = [model.step, *model.variables, *model.averages,
-           *model.opt.variables()]
-  with session_of() as session:
-    session.run(model.train)
-    path = checkpoint.save(str(tmp_path / "model"), session=session)
-    session.run(model.train)
-    want = session.run(state)
-  with graph_of(kind):
-    model, checkpoint = make()
-    state = [model.step, *model.variables, *model.averages,
-             *model.opt.variables()]
-    with session_of() as session:
-      checkpoint.restore(path).assert_consumed().run_restore_ops(session)
-      session.run(model.train)
-      assert_same_bits(session.run(state), want)
-
-
-def test_a_checkpoint_by_names_is_restored_eagerly(tmp_path):
-  # What a Saver wrote, into tf.train.Checkpoint.
-  with graph_of_1_15():
-    stock = Stock(INNER["momentum"])
-    with session_of() as session:
-      session.run(stock.train)
-      path = v1.train.Saver().save(session, str(tmp_path / "model"))
-      session.run(stock.train)
-      want = session.run([*stock.variables, *stock.averages])
-  a = tf.Variable([0.0, 0.0], name="a")
-  b = tf.Variable([0.0, 0.0], name="scope/b")
-  opt = wrapopt.MovingAverageOptimizer(INNER["momentum"](), 0.5)
-  descend(opt, a, b)  # Makes the slots: names are all there is to go by.
-  # Eager names may have got a number in this process.
-  names = {"a": a, "scope/b": b}
-  for name, v in list(names.items()):
-    names[name + AVERAGE] = opt.average(v)
-    names[name + "/Momentum"] = opt.get_slot(v, "momentum")
-  v1.train.Saver(names).restore(None, path)
-  descend(opt, a, b)
-  assert_same_bits([x.numpy() for x in (a, b, opt.average(a), opt.average(b))],
-                   want)
-
-
 # averaged_weights.
 
 IN_PLACE = (r"cannot be used inside averaged_weights: the averages are in "
@@ -885,7 +760,6 @@ def test_averaged_weights_of_another_dtype(place, dtype):
 
 def test_averaged_weights_of_another_dtype_with_one_initial_value(kind):
   # Two variables that start at one and the same tensor.
-  del kind
   start = tf.zeros([2], tf.float16)
   a, b = v1.Variable(start), v1.Variable(start)
   opt = wrap(0.5, shadow_dtype=tf.float32)
@@ -966,7 +840,6 @@ def slow_exchange(monkeypatch):
 
 
 def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
-  del slow_exchange
   p = place(*ONE)
   refused = threading.Event()
 
@@ -1012,7 +885,6 @@ def test_averages_are_not_seeded_while_they_are_put_in_place(
 
 def test_averages_wait_for_a_saver(kind, tmp_path, monkeypatch):
   """A thread must not exchange what another one saves."""
-  del kind
   model = Model()
   saver = model.opt.swapping_saver()
   path, saving = str(tmp_path / "model"), threading.Event()
@@ -1042,31 +914,22 @@ def test_averages_wait_for_a_saver(kind, tmp_path, monkeypatch):
 
 def test_no_average_yet():
   opt = wrap()
-  for call, what in ((lambda: opt.averaged_weights().__enter__(),
-                      "averaged_weights"),
+  for call, what in ((opt.averaged_weights().__enter__, "averaged_weights"),
                      (opt.seed_averages, "seed_averages")):
     with pytest.raises(RuntimeError, match=(
         f"^Must call apply_gradients or minimize before {what}$")):
       call()
 
 
-def test_no_session(kind):
-  del kind
+def test_the_default_session(kind):
   v = v1.get_variable("v", initializer=0.0)
-  opt = wrap()
-  descend(opt, v)
-  for call in lambda: opt.averaged_weights().__enter__(), opt.seed_averages:
+  opt = wrap(0.5)
+  train = descend(opt, v)
+  for call in opt.averaged_weights().__enter__, opt.seed_averages:
     with pytest.raises(RuntimeError, match=(
         "^`session` must be given in a graph without a default session,"
         " got None.$")):
       call()
-
-
-def test_the_default_session(kind):
-  del kind
-  v = v1.get_variable("v", initializer=0.0)
-  opt = wrap(0.5)
-  train = descend(opt, v)
   with session_of() as session:
     train.run()
     with opt.averaged_weights():
@@ -1075,7 +938,6 @@ def test_the_default_session(kind):
 
 
 def test_the_savers_while_the_averages_are_in_place(kind, tmp_path):
-  del kind
   model = Model()
   saver = model.opt.swapping_saver()
   path = str(tmp_path / "model")
@@ -1097,7 +959,6 @@ def test_the_savers_while_the_averages_are_in_place(kind, tmp_path):
 
 
 def test_an_uninitialized_variable(kind):
-  del kind
   a, b = (v1.get_variable(n, initializer=0.0) for n in "ab")
   opt = wrap()
   descend(opt, a, b)
@@ -1112,17 +973,6 @@ def test_an_uninitialized_variable(kind):
     session.run(init)
     with opt.averaged_weights(session):
       pass
-
-
-def test_eager_evaluation_in_a_function():
-  w = tf.Variable([0.0, 0.0])
-  opt = wrap(0.5)
-  descend(opt, w)
-  evaluate = tf.function(lambda x: tf.reduce_sum(w * x))
-  assert evaluate(1.0) == 2
-  with opt.averaged_weights():
-    assert evaluate(1.0) == 1
-  assert evaluate(1.0) == 2
 
 
 def test_a_graph_is_built_while_eager_averages_are_in_place():
@@ -1174,24 +1024,11 @@ def test_a_monitored_session(kind, tmp_path):
       with pytest.raises(NO_VALUE):
         with model.opt.averaged_weights(session):
           session.run(model.train)
-
-
-def test_a_run_that_fails_inside(kind):
-  del kind
-  model = Model()
-  end = tf.debugging.check_numerics(
-      v1.placeholder_with_default(np.float32(np.nan), []), "the end")
-  with v1.train.MonitoredSession() as session:
-    session.run(model.train)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="the end"):
-      with model.opt.averaged_weights(session):
-        session.run(end)
-    assert session.run(model.a).tolist() == [1, 1]
-    assert session.run(model.opt.average(model.a)).tolist() == [0.5, 0.5]
+      model.opt.seed_averages(session)
+      assert session.run(model.opt.average(model.a)).tolist() == [2, 2]
 
 
 def test_hooks_do_not_see_the_exchange(kind):
-  del kind
   seen = []
 
   class Hook(v1.train.SessionRunHook):
@@ -1211,7 +1048,6 @@ def test_hooks_do_not_see_the_exchange(kind):
 
 
 def test_a_session_that_is_lost_inside(kind, tmp_path):
-  del kind
   model = Model()
   lose = []
 

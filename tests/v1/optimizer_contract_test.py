@@ -168,7 +168,6 @@ def test_minimize_takes_all_trainable_variables_by_default(make, mode, run):
     (tf.AggregationMethod.EXPERIMENTAL_TREE, 2),
     (tf.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, 2)])
 def test_aggregation_method(make, kind, run, method, sums):
-  del kind
   x = v1.Variable([1.0, 2.0], name="a")
   opt = make(4.0)
   train = opt.minimize(5 * x + 3 * x + 2 * x, aggregation_method=method)
@@ -201,7 +200,6 @@ def waits(pairs):
     (v1.train.Optimizer.GATE_OP, True, False),
     (v1.train.Optimizer.GATE_GRAPH, True, True)])
 def test_gate_gradients(make, kind, run, gate, product, sum_):
-  del kind
   x, y = variables()
   opt = make(1.0)
   assert waits(opt.compute_gradients(
@@ -221,7 +219,6 @@ def test_gate_gradients_must_be_one_of_three(make, kind):
 
 @pytest.mark.parametrize("colocate", [False, True])
 def test_colocate_gradients_with_ops(make, kind, colocate):
-  del kind
   x, _ = variables()
   with tf.device("/cpu:7"):
     square = tf.square(x, name="square")
@@ -265,7 +262,6 @@ def test_no_gradients_for_any_variable_in_apply_gradients(make, mode):
 
 
 def test_no_variables_in_apply_gradients(make, mode):
-  del mode
   with pytest.raises(ValueError, match="No variables provided"):
     make(1.0).apply_gradients([])
 
@@ -287,7 +283,6 @@ def test_gradients_as_variables(make, mode, run):
 
 
 def test_compute_gradients_with_tensors(make, mode, run):
-  del mode
   x = tf.constant(1.0)
   opt = make(1.0)
   pairs = opt.compute_gradients(lambda: x * x, [x])
@@ -304,7 +299,6 @@ def test_a_loss_must_be_callable_in_eager_mode(make):
 
 
 def test_what_is_no_gradient(make, mode):
-  del mode
   x, _ = variables()
   with pytest.raises((TypeError, ValueError),
                      match="Gradient must be|unsupported type"):
@@ -330,7 +324,6 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
 
 
 def test_constraints(make, kind, run):
-  del kind
   x = v1.Variable([1.0, 2.0], name="a",
                             constraint=lambda v: tf.clip_by_value(v, -0.5, 0.))
   y = v1.Variable([3.0, 4.0], name="b",
@@ -353,7 +346,6 @@ def test_skip_gradients_aggregation(make, mode, run):
 
 
 def test_an_argument_that_there_is_not(make, mode):
-  del mode
   x, _ = variables()
   opt = make(1.0)
   with recorded(opt, None), pytest.raises(
@@ -383,7 +375,6 @@ def test_rows_that_are_lists(make, mode, run):
 
 
 def test_the_name_of_a_step(make, kind):
-  del kind
   x, y = variables()
   make(1.0).minimize(loss_of(x, y), name="my_step")
   assert [op for op in v1.get_default_graph().get_operations()
