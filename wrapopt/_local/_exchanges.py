@@ -209,16 +209,19 @@ class Exchanges:
     if weight <= 0:
       raise ValueError("`examples` must be more than 0 in a round, got "
                        f"{weight}.")
-    if bad := self._not_finite(f, values):
+    return functools.partial(
+        self._take_part, f, f.layout.flatten(values, f.layout.dtypes),
+        float(weight))
+
+  def _take_part(self, f, vectors, weight):
+    if bad := self._not_finite(f, f.layout.split(vectors)):
+      vectors = None
       tf.get_logger().warning(
           "The values of worker '%s' do not count in round %d, since they are "
           "not finite, '%s' for one. It takes the center. If this goes on, the "
           "state of its optimizer may not be finite either: restart the "
           "worker.", self._worker, f.round, bad)
-    return functools.partial(
-        f.member.sync,
-        None if bad else f.layout.flatten(values, f.layout.dtypes),
-        float(weight))
+    return f.member.sync(vectors, weight)
 
   def _conclude(self):
     """The Report of the exchange in flight, when it is over."""
