@@ -406,8 +406,12 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
 
 def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
   program = """if True:
-      import os, signal
+      import os, signal, threading
       from wrapopt._local import _interrupts
+      threading.excepthook = lambda *_: os._exit(2)
+      thread = threading.Thread(target=_interrupts.watch)  # No effect there.
+      thread.start()
+      thread.join()
       _interrupts.watch()
       child = os.fork()
       if not child:
