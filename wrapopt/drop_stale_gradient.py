@@ -21,6 +21,7 @@ from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
 from wrapopt._v1._averages import _slots
+from wrapopt._v1._steps import _gate
 from wrapopt._v1._steps import _gate_counts
 from wrapopt._v1._steps import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
@@ -403,7 +404,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       try:
         with _records.new_stateful_ops() as new:
           taken = self._inner._take(step.with_fused(self._fused)._replace(
-              global_step=global_step, options=options, gate=_step.Gate(
+              global_step=global_step, options=options, gate=_gate.Gate(
                   verdict.accept, compensation or self._transform(
                       verdict.staleness, gradients[0].device))))
       except BaseException:

@@ -151,9 +151,9 @@ timeout_secs: A scalar, how long to wait; infinity for no deadline.
 place: [2] the round that is open with this center, and its generation.
 value: The vectors, one after the other.
 what: If it is "velocities", those of the outer steps. "errors" and "codes" are
-  there if codes travel: what codes have lost, and those of the last round, which
-  tell a worker that holds the center of the round before how to get to this
-  one. There are none after Wrapopt>AveragingRestore.
+  there if codes travel: what codes have lost, and those of the last round,
+  which tell a worker that holds the center of the round before how to get to
+  this one. There are none after Wrapopt>AveragingRestore.
 )doc");
 
 }  // namespace wrapopt

@@ -205,10 +205,10 @@ sizes: The same, the number of elements.
 holds_center: Whether the rounds hold the center. If not, it is in variables.
 travels: What workers send, and take if they hold the center of the round
   before: "" for the numbers themselves, or the dtype of codes, see
-  cc/engine/codes.h. Then a worker sends codes of its values minus the center, and
-  Wrapopt>AveragingOuterStep encodes how far the center goes. The center is the
-  sum of all decoded updates, in all workers and on the server. The rounds keep
-  the error of the last update, and add it to the next one.
+  cc/engine/codes.h. Then a worker sends codes of its values minus the center,
+  and Wrapopt>AveragingOuterStep encodes how far the center goes. The center is
+  the sum of all decoded updates, in all workers and on the server. The rounds
+  keep the error of the last update, and add it to the next one.
 settings: Tells how the center is used. This and the attributes above must be
   the same in all ops that share the rounds. If it has several lines, an error
   names the first one that differs, in both. In a line, what follows a tab is

@@ -303,7 +303,7 @@ def _mutants():
        "keras/_steps/_inner",
        "        mine.late = None", "        pass",
        "keras:conformance_test"),
-      ("v1: a dropped gradient travels", "_v1/_steps/_step",
+      ("v1: a dropped gradient travels", "_v1/_steps/_gate",
        "parts = tf.cond(accept, admitted, dropped)",
        "parts = tf.cond(accept, admitted, admitted)",
        "workers:cluster_test")):

@@ -20,40 +20,17 @@ from wrapopt._averages import _interpolation
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
-from wrapopt._gates import _compensation
 from wrapopt._gates import _records
 from wrapopt._gates import _step_lock
 from wrapopt._gates import _tokens
 from wrapopt._v1._graphs import _control_flow
+from wrapopt._v1._steps import _gate
 from wrapopt._v1._steps import _rules
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
 # {optimizer: the variable that has its lock, and which lock}.
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-class Gate(typing.NamedTuple):
-  """A gate that a step must pass.
-
-  Attributes:
-    accept: A scalar bool tensor. If it is false, nothing changes.
-    policy: What the gate does to accepted gradients: a function that is applied
-      to each, a `_compensation.Compensated` of all of them, or None.
-  """
-  accept: tf.Tensor
-  policy: typing.Callable | _compensation.Compensated | None = None
-
-  @property
-  def compensation(self):
-    """The policy, if it compensates."""
-    return (self.policy if isinstance(self.policy, _compensation.Compensated)
-            else None)
-
-  @property
-  def transform(self):
-    """The policy, if it is a function of each gradient."""
-    return None if self.compensation else self.policy
 
 
 class Step(typing.NamedTuple):
@@ -65,7 +42,7 @@ class Step(typing.NamedTuple):
     global_step: The step variable to increment, or None.
     name: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
     options: Further arguments of the inner optimizer's `apply_gradients`.
-    gate: Its `Gate`, or None.
+    gate: Its `_gate.Gate`, or None.
     averages: The `_plan.StepAverages` that this step updates, the
       `_interpolation.Points` of a step between z and x, which has no gate, or
       None.
@@ -78,7 +55,7 @@ class Step(typing.NamedTuple):
   global_step: tf.Variable | None = None
   name: str | None = None
   options: dict[str, typing.Any] = {}
-  gate: Gate | None = None
+  gate: _gate.Gate | None = None
   averages: _plan.StepAverages | _interpolation.Points | None = None
   fused: bool | None = None
   only_touched: bool = True
@@ -209,7 +186,7 @@ class Inner:
       return self._update(step)
     accept, _, ticket = ops.begin_update(step.global_step, token=token)
     with _records.new_stateful_ops() as new:
-      taken = self._update(step._replace(gate=Gate(accept)))
+      taken = self._update(step._replace(gate=_gate.Gate(accept)))
     with tf.control_dependencies(_records.updates(new)):
       ops.staleness_complete(ticket, step.global_step,
                              increment=not taken.counted)
@@ -347,7 +324,8 @@ def where_accepted(opt, step, apply, in_float32=False):
   counted = []
 
   def taken():
-    pairs, after = _transformed(step), lambda done: done
+    pairs = gate.transformed(step.grads_and_vars)
+    after = lambda done: done
     if gate.compensation:
       with tf.control_dependencies(check(step)):
         pairs, after = gate.compensation.take(pairs, in_float32)
@@ -430,6 +408,13 @@ def checked_gradients(grads_and_vars):
       (None if g is None else _rules.gradient(g, v), v) for g, v in pairs)
 
 
+def _withheld(step):
+  """A step for an op that ignores gradients if it is not accepted."""
+  gate = step.gate
+  return step._replace(grads_and_vars=gate.withheld(step.grads_and_vars),
+                       gate=_gate.Gate(gate.accept, gate.compensation))
+
+
 def _create_slots(opt, step):
   """Makes the slots of an optimizer outside of the branches of a `cond`."""
   with _names_of_non_slots(), tf.init_scope():
@@ -454,69 +439,3 @@ def _names_of_non_slots():
 def _any_ref(grads_and_vars):
   return any(isinstance(v, tf.Variable) and ops.is_ref_variable(v)
              for _, v in grads_and_vars)
-
-
-# Gradients
-
-
-def _transformed(step):
-  transform = step.gate.transform
-  if transform is None:
-    return step.grads_and_vars
-  return [(g if g is None else _on_device_of(g, transform), v)
-          for g, v in step.grads_and_vars]
-
-
-def _withheld(step):
-  """A step for an op that ignores gradients if it is not accepted.
-
-  If a gradient and its variable are on different machines, an empty tensor
-  replaces a gradient that is not accepted, to save the transfer. On one
-  machine, a gradient is not changed, unless its gate has a `transform`.
-
-  Args:
-    step: A Step with a gate.
-
-  Returns:
-    The step with these gradients, whose gate has no `transform` any more.
-  """
-  accept, transform = step.accept, step.gate.transform
-  pairs = _transformed(step) if tf.executing_eagerly() else [
-      (_on_device_of(g, lambda g: _withhold(accept, g, transform))
-       if g is not None and (transform or _travels(g, v)) else g, v)
-      for g, v in step.grads_and_vars]
-  return step._replace(grads_and_vars=pairs,
-                       gate=Gate(accept, step.gate.compensation))
-
-
-def _withhold(accept, g, transform):
-  sparse = isinstance(g, tf.IndexedSlices)
-
-  def admitted():
-    h = transform(g) if transform else g
-    return ([tf.identity(h.values), tf.identity(h.indices)] if sparse
-            else [tf.identity(h)])
-
-  def dropped():
-    parts = (g.values, g.indices) if sparse else (g,)
-    return [tf.zeros([0], part.dtype) for part in parts]
-
-  # The static shape is unknown, because the branches have different ones.
-  parts = tf.cond(accept, admitted, dropped)
-  if not sparse:
-    return parts[0] if isinstance(parts, (list, tuple)) else parts
-  return tf.IndexedSlices(*parts, dense_shape=g.dense_shape)
-
-
-def _on_device_of(g, function):
-  with tf.device(None), tf.device(g.device):
-    return function(g)
-
-
-def _travels(g, v):
-  """Whether a gradient is on another machine of a cluster than its variable."""
-  def task(device):
-    spec = tf.DeviceSpec.from_string(device or "")
-    return spec.job, spec.replica or 0, spec.task or 0
-  home = task(v.device)
-  return home[0] not in (None, "localhost") and task(g.device) != home
