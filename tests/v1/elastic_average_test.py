@@ -1,7 +1,8 @@
 """Elastic averaging, with sessions on one server as workers.
 
 Each worker has a device, and the centers have one. Variables of one name on one
-device are the same variable.
+device are the same variable. Between processes, see
+workers/elastic_average_cluster_test.py.
 """
 
 import collections
@@ -680,7 +681,7 @@ def test_init_op_is_refused(kind):
 
 
 @contextlib.contextmanager
-def monitored(target, kind, number, checkpoint_dir=None, **kwargs):
+def monitored(target, kind, number, **kwargs):
   """(session of a worker, variable, center, local center, training op)."""
   with graph_of(kind), tf1.device(CENTERS):
     getter = wrapopt.ElasticAverageCustomGetter(device_of_worker(number))
@@ -694,9 +695,7 @@ def monitored(target, kind, number, checkpoint_dir=None, **kwargs):
                          tf1.train.get_or_create_global_step())
     hook = opt.make_session_run_hook(number == 0, task_index=number)
     with tf1.train.MonitoredTrainingSession(
-        master=target, is_chief=number == 0, checkpoint_dir=checkpoint_dir,
-        save_checkpoint_steps=1, hooks=[hook], max_wait_secs=20,
-        save_summaries_steps=None, save_summaries_secs=None,
+        master=target, is_chief=number == 0, hooks=[hook], max_wait_secs=20,
         log_step_count_steps=None) as session:
       yield session, v, getter._global_map[v], getter._local_map[v], train
 
@@ -708,44 +707,6 @@ def test_workers_start_from_the_centers(kind, target):
     assert_same_bits(others, [first] * 2)
   with monitored(target, kind, 1) as (session, *variables, _):
     assert_same_bits(session.run(variables), [first] * 3)
-
-
-def test_workers_start_from_restored_centers(kind, target, tmp_path):
-  path = str(tmp_path)
-  with monitored(target, kind, 0, path) as (session, *variables, train):
-    for _ in range(5):
-      session.run(train)
-    value, center, _ = session.run(variables)
-    assert (value != center).any()
-  assert {name for name, _ in tf.train.list_variables(path)} == {
-      "global_center_variable/v", "global_step"}
-  tf1.Session.reset(target)
-  with monitored(target, kind, 0, path) as (session, *variables, _):
-    assert_same_bits(session.run(variables), [center] * 3)
-
-
-def test_synchronous_start(target):
-  """No worker begins before the last one has started."""
-  kind = "resource"
-  began, errors = [], []
-
-  def run(number):
-    try:
-      with monitored(target, kind, number, synchronous=True):
-        began.append(number)
-    except Exception as e:  # pylint: disable=broad-except
-      errors.append(e)
-
-  first = threading.Thread(target=run, args=[0])
-  first.start()
-  first.join(2)
-  assert first.is_alive() and not began and not errors
-  run(1)
-  first.join(20)
-  assert not errors and sorted(began) == [0, 1]
-  # Who starts again does not wait.
-  run(0)
-  assert not errors and began[2:] == [0]
 
 
 def test_who_does_not_start(target):

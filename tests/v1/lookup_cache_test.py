@@ -242,18 +242,6 @@ def test_a_variable_that_is_named_twice():
   assert state(opt, variables[1])[1] == 1.5
 
 
-def test_settings_are_read_in_each_step():
-  rate, decay = tf.Variable(1.0), tf.Variable(0.5)
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(lambda: rate.read_value()), decay)
-  v = tf.Variable([1.0])
-  for r, d, want in ((1, 0.5, (0, 0.5)), (2, 0.5, (-2, -0.75)),
-                     (2, 0, (-4, -4))):
-    rate.assign(r), decay.assign(d)
-    opt.apply_gradients([(tf.ones([1]), v)])
-    assert (v.numpy()[0], opt.average(v).numpy()[0]) == want
-
-
 def test_wrappers_that_share_an_optimizer():
   inner = v1.train.MomentumOptimizer(1.0, 0.5)
   one, two = make(inner), make(inner, [0.75, 0.875])

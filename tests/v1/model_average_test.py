@@ -126,60 +126,20 @@ def test_a_round_in_the_head(kind, target):
       assert session.run(step) == 1
 
 
-def run_workers(workers, target, steps):
-  """Trains all at once; returns the values of their fetches after each step."""
-
-  def train(worker):
-    with worker.graph.as_default(), worker.session(
-        target, hooks=[worker.hook], is_chief=worker.is_chief) as session:
-      log = []
-      for _ in range(steps):
-        session.run(worker.train)
-        log.append(session.run(worker.fetch))
-      return log
-
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    futures = []
-    for worker in workers:  # The chief first.
-      futures.append(pool.submit(train, worker))
-      if worker.is_chief:
-        wait_until_initialized(worker, target)
-    return [f.result(60) for f in futures]
-
-
-def wait_until_initialized(worker, target):
-  """A worker that finds variables uninitialized looks again after 30 s."""
-  graph = tf.Graph()
-  with graph.as_default(), tf1.device(SERVER):
-    ready = tf.raw_ops.VarIsInitializedOp(resource=tf.raw_ops.VarHandleOp(
-        dtype=tf.int64, shape=[], shared_name=worker.step_name))
-  with tf1.Session(target, graph=graph) as session:
-    while not session.run(ready):
-      pass
-
-
-def make(worker, number, gradients, initial=(0.0, 0.0), **options):
-  worker.is_chief = number == 0
-  with worker.build():
-    variables = [tf1.get_variable(f"v{i}", initializer=x)
-                 for i, x in enumerate(initial)]
-    step = tf1.train.create_global_step()
-    worker.step_name = step.op.name
-    opt = worker.optimizer(is_chief=worker.is_chief, **options)
-    worker.train = opt.apply_gradients(
-        [(None if g is None else tf.constant(g), v)
-         for g, v in zip(gradients, variables)], step)
-    worker.hook = opt.make_session_run_hook()
-    worker.fetch = [v.read_value() for v in variables]
-  return worker
-
-
 def test_a_variable_without_a_gradient_is_not_averaged(target):
-  workers = [make(Worker(i, scope="none"), i, [-1.0 - 2 * i, None],
-                  [0.0, 5.0 + i], num_worker=2) for i in range(2)]
-  logs = run_workers(workers, target, 2)
-  # The hook started both from the center of the chief's 5.
-  assert logs == [[[2, 5], [4, 5]]] * 2
+  worker = Worker(scope="none")
+  with worker.build():
+    v, w = (tf1.get_variable(n, initializer=x)
+            for n, x in (("v", 0.0), ("w", 5.0)))
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.apply_gradients([(tf.constant(-1.0), v), (None, w)], step)
+    center = worker.getter.centers[w]
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      assert session.run([w, center]) == [5, 5]
+      w.load(7.0, session._tf_sess())
+      session.run(train)
+      assert session.run([v, w, center, step]) == [1, 7, 5, 1]
 
 
 def test_random_initial_values_are_the_centers(target):

@@ -21,6 +21,7 @@ from threads import in_threads
 from training import GRAPH_MODES
 from training import assert_same_bits
 from training import descend
+from training import entered
 from training import exchange_op
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
@@ -692,10 +693,7 @@ class Place:
 @pytest.fixture(params=("eager", *GRAPH_MODES))
 def place(request):
   """Makes a Place."""
-  with contextlib.ExitStack() as stack:
-    if request.param != "eager":
-      stack.enter_context(graph_of(request.param))
-
+  with entered(request.param), contextlib.ExitStack() as stack:
     def make(*args, **kwargs):
       made = Place(request.param, *args, **kwargs)
       stack.callback(made.close)
@@ -1045,35 +1043,6 @@ def test_hooks_do_not_see_the_exchange(kind):
       session.run(v)
     opt.seed_averages(session)
   assert seen == [train, v]
-
-
-def test_a_session_that_is_lost_inside(kind, tmp_path):
-  model = Model()
-  lose = []
-
-  class Lose(v1.train.SessionRunHook):
-
-    def before_run(self, run_context):
-      if lose:
-        lose.pop()
-        raise tf.errors.AbortedError(None, None, "the server went away")
-
-  with v1.train.MonitoredTrainingSession(
-      checkpoint_dir=str(tmp_path), hooks=[Lose()], save_checkpoint_secs=None,
-      save_checkpoint_steps=1, save_summaries_steps=None,
-      log_step_count_steps=None,
-      scaffold=v1.train.Scaffold(saver=model.opt.swapping_saver())) as session:
-    session.run(model.train)
-    raw = session.run(model.state)
-    with model.opt.averaged_weights(session):
-      assert session.run(model.a).tolist() == [0.5, 0.5]
-      lose.append(True)
-      # A new session, from the last checkpoint: with the raw weights.
-      assert_same_bits(session.run(model.state), raw)
-    # Which must not be exchanged for the averages now.
-    assert_same_bits(session.run(model.state), raw)
-    with model.opt.averaged_weights(session):
-      assert session.run(model.a).tolist() == [0.5, 0.5]
 
 
 def sharded(make):

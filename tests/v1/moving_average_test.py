@@ -3,7 +3,7 @@
 Savers, checkpoints and `averaged_weights` are in
 moving_average_checkpoint_test.py; all inner optimizers, dtypes and kinds of
 gradients in conformance_test.py; the interface of the base class in
-optimizer_contract_test.py.
+optimizer_contract_test.py. This process has two devices.
 """
 
 import collections

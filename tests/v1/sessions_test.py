@@ -118,14 +118,17 @@ def test_averages_are_put_in_place_in_the_new_session(model, tmp_path):
     assert_same_bits(session.run(model.state), raw)
 
 
-def test_a_session_that_is_lost_when_weights_are_to_be_put_back(
-    model, tmp_path):
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_session_that_is_lost_while_averages_are_in_place(
+    model, inside, tmp_path):
   with monitored(tmp_path) as session:
     session.run(model.train)
     raw = session.run(model.state)
     with model.opt.averaged_weights(session):
       lose(session)
-    # The new session has restored them.
+      if inside:  # The new session has restored the raw weights.
+        assert_same_bits(session.run(model.state), raw)
+    # They must not be exchanged for the averages now.
     assert_same_bits(session.run(model.state), raw)
     with model.opt.averaged_weights(session):
       assert_same_bits(session.run(model.state[:1]), raw[1:])

@@ -1,7 +1,8 @@
 """Averages of some variables: the argument `variables`, in tf.compat.v1.
 
 both/averages_test.py has what averages of some variables hold, in files and in
-place of the weights, too, and tables that a step does not train.
+place of the weights, too, and tables that a step does not train. Replicas are
+in moving_average_test.py.
 """
 
 import contextlib
