@@ -4,8 +4,6 @@ Each test also runs the bare optimizer, so that the expectations are
 TensorFlow's.
 """
 
-import contextlib
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,6 +11,7 @@ import tensorflow as tf
 import wrapopt
 from training import GRAPH_MODES
 from training import ancestors
+from training import entered
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
@@ -63,8 +62,7 @@ def make(name):
 
 @pytest.fixture(params=("eager", *GRAPH_MODES))
 def mode(request):
-  with (contextlib.nullcontext() if request.param == "eager"
-        else graph_of(request.param)):
+  with entered(request.param):
     yield request.param
 
 
