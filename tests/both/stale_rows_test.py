@@ -6,6 +6,7 @@ and compare both optimizers after the same calls. Random programs of them are in
 fuzz/fuzz_programs_test.py.
 """
 
+import contextlib
 import copy
 import os
 import pickle
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import convert_to_constants
+import arrays
 import wrapopt
 import wrapopt.keras as wk
 
@@ -120,8 +122,17 @@ KINDS = {"v1": V1, "keras": Keras}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
-def twins(kind, **kwargs):
-  return [KINDS[kind](lazy, **kwargs) for lazy in (None, False)]
+def twins(kind, steps=0, **kwargs):
+  """The lazy and the dense one, after some steps."""
+  made = [KINDS[kind](lazy, **kwargs) for lazy in (None, False)]
+  for _ in range(steps):
+    step_both(made)
+  return made
+
+
+def step_both(both):
+  for trained in both:
+    trained.step()
 
 
 def lags(trained):
@@ -131,8 +142,7 @@ def lags(trained):
 
 
 def assert_same(lazy, dense, rtol=1e-12):
-  for got, want in zip(lazy.numpy(), dense.numpy(), strict=True):
-    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-13)
+  arrays.assert_close(lazy.numpy(), dense.numpy(), rtol=rtol, atol=1e-13)
 
 
 # Reading
@@ -232,19 +242,15 @@ _NOT_OF_KERAS_VARIABLES = ("pickle", "deepcopy", "copy", "rows", "stack")
 @EVERY_KIND
 @pytest.mark.parametrize("read", READS)
 def test_a_read_is_up_to_date(kind, read):
-  lazy, dense = twins(kind)
+  lazy, dense = both = twins(kind, steps=4)
   k = len(read) % 2
-  for trained in lazy, dense:
-    for _ in range(4):
-      trained.step()
   assert lags(lazy)
   want = dense.average(k)
   if kind == "keras" and read in _NOT_OF_KERAS_VARIABLES:
     want = want.value
   np.testing.assert_allclose(READS[read](lazy.average(k)), READS[read](want),
                              rtol=1e-12)
-  for trained in lazy, dense:
-    trained.step()
+  step_both(both)
   assert_same(lazy, dense)
 
 
@@ -277,10 +283,7 @@ def test_a_function_reads_after_each_step_inside_of_it(kind, mode):
 @EVERY_KIND
 @pytest.mark.parametrize("how", ["plain", "async", "saved_model"])
 def test_files_have_caught_up(kind, how, tmp_path):
-  lazy, dense = twins(kind)
-  for trained in lazy, dense:
-    for _ in range(4):
-      trained.step()
+  lazy, dense = twins(kind, steps=4)
   assert lags(lazy)
   average = lazy.average()
   got = (_saved_model(average, tmp_path) if how == "saved_model" else _on_disk(
@@ -290,16 +293,12 @@ def test_files_have_caught_up(kind, how, tmp_path):
 
 @EVERY_KIND
 def test_a_checkpoint_of_the_optimizer_restores_into_its_twin(kind, tmp_path):
-  lazy, dense = twins(kind)
-  for trained in lazy, dense:
-    for _ in range(4):
-      trained.step()
+  lazy, dense = both = twins(kind, steps=4)
   assert lags(lazy)
   path = lazy.checkpoint().write(str(tmp_path / "a"))
   dense.checkpoint().read(path).assert_consumed()
   assert_same(lazy, dense)
-  for trained in lazy, dense:
-    trained.step()
+  step_both(both)
   assert lags(lazy)
   lazy.checkpoint().read(dense.checkpoint().write(str(tmp_path / "b")))
   assert not lags(lazy)
@@ -339,14 +338,11 @@ def test_no_checkpoint_while_averages_are_in_place(kind, lazy, tmp_path):
       trained.checkpoint().read(path)
     # The model alone, with the averages as its weights.
     tf.train.Checkpoint(w=_value(trained.w)).write(str(tmp_path / "c"))
-  for got, value in zip(trained.numpy(), want):
-    np.testing.assert_array_equal(got, value)
+  arrays.assert_same(trained.numpy(), want)
 
 
 def test_a_saved_step_goes_on_from_what_was_saved(tmp_path):
-  lazy, dense = twins("keras")
-  for trained in lazy, dense:
-    trained.step()
+  lazy, dense = both = twins("keras", steps=1)
   grad = sparse(9)
 
   def module_of(trained):
@@ -360,8 +356,7 @@ def test_a_saved_step_goes_on_from_what_was_saved(tmp_path):
 
   module_of_dense = module_of(dense)
   module = module_of(lazy)
-  lazy.step()
-  dense.step()
+  step_both(both)
   assert lags(lazy)
   tf.saved_model.save(module, str(tmp_path))
   loaded = tf.saved_model.load(str(tmp_path))
@@ -373,12 +368,10 @@ def test_a_saved_step_goes_on_from_what_was_saved(tmp_path):
 
 @EVERY_KIND
 def test_an_average_that_outlives_its_variable(kind):
-  lazy, dense = twins(kind)
-  for trained in lazy, dense:
-    trained.step()
+  lazy, dense = twins(kind, steps=1)
   average, want = lazy.average(), dense.average().numpy()
   assert lags(lazy)
-  del lazy, trained
+  del lazy
   np.testing.assert_allclose(average.numpy(), want, rtol=1e-12)
 
 
@@ -401,13 +394,10 @@ REFUSED = {
 @EVERY_KIND
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_read_or_write_rows_that_lag_behind_is_refused(kind, what):
-  lazy, dense = twins(kind)
-  for trained in lazy, dense:
-    trained.step()
+  lazy, dense = twins(kind, steps=1)
   error, call = REFUSED[what]
   with pytest.raises(error):
-    call(lazy.average(), getattr(lazy.w, "value", lazy.w)
-         if kind == "keras" else lazy.w)
+    call(lazy.average(), _value(lazy.w))
   assert lags(lazy)
   assert_same(lazy, dense)
 
@@ -538,10 +528,8 @@ CHANGES = {
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_comes_after_the_steps_before_it(kind, mode, change, capfd):
-  lazy, dense = twins(kind, mode=mode)
+  lazy, dense = twins(kind, steps=2, mode=mode)
   for trained in lazy, dense:
-    trained.step()
-    trained.step()
     for _ in range(2):
       if trained is lazy:
         assert lags(lazy)
@@ -589,9 +577,8 @@ def test_a_graph_that_knows_averages_without_lags_keeps_them_dense(kind, how):
 
 
 def test_a_function_that_knows_the_averages_settles_them():
-  lazy, dense = twins("v1")
+  lazy, dense = twins("v1", steps=1)
   for trained in lazy, dense:
-    trained.step()
     change = tf.function(lambda trained=trained: ops.averaging_assign(
         [trained.w], [trained.w], [1.5]))
     for _ in range(2):
@@ -728,9 +715,8 @@ def test_strategies(strategy, kind, with_dense):
 
 
 def test_steps_outside_and_inside_of_a_strategy():
-  lazy, dense = twins("v1")
+  lazy, dense = twins("v1", steps=1)
   for trained in lazy, dense:
-    trained.step()
     tf.distribute.OneDeviceStrategy("cpu:0").run(trained.step)
     trained.step()
   assert_same(lazy, dense)
@@ -793,8 +779,7 @@ def test_fit(callbacks, decays, tmp_path):
     found.append(_averages_of(model, decays))
     model.save(path / "model.keras")
     loaded = keras.saving.load_model(path / "model.keras")
-    for got, want in zip(_averages_of(loaded, decays), found[-1]):
-      np.testing.assert_array_equal(got, want)
+    arrays.assert_same(_averages_of(loaded, decays), found[-1])
     if lazy is None:
       assert model.optimizer.is_lazy(model.layers[0].embeddings)
   for got, want in zip(*found):
@@ -870,6 +855,13 @@ def _graph(lazy=None, rows=ROWS, decays=DECAYS, name="w"):
   return w, opt, train
 
 
+@contextlib.contextmanager
+def _session():
+  """A session, and what `_graph` returns."""
+  with tf.Graph().as_default(), tf1.Session() as session:
+    yield session, *_graph()
+
+
 def _feed(t):
   return dict(zip(("values:0", "indices:0"), gradient(t)))
 
@@ -913,8 +905,7 @@ SESSION_READS = {
 
 
 def test_sessions_read_what_is_up_to_date(feeds):
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
+  with _session() as (session, w, opt, train):
     with tf.control_dependencies([train]):
       after = opt.average(w).read_value()
     reads = {name: read(opt.average(w, 0.5))
@@ -932,8 +923,7 @@ def test_sessions_read_what_is_up_to_date(feeds):
 
 
 def test_savers_of_a_list_and_of_a_dict(feeds, tmp_path):
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
+  with _session() as (session, w, opt, train):
     average = opt.average(w, 0.5)
     savers = tf1.train.Saver([w, average]), tf1.train.Saver({"x": average})
     session.run(tf1.global_variables_initializer())
@@ -950,8 +940,7 @@ def test_savers_of_a_list_and_of_a_dict(feeds, tmp_path):
 
 
 def test_gradients_with_respect_to_an_average(feeds):
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
+  with _session() as (session, w, opt, train):
     average = opt.average(w)
     [grad] = tf.gradients(tf.reduce_sum(tf.square(average) + average), average)
     session.run(tf1.global_variables_initializer())
@@ -961,8 +950,7 @@ def test_gradients_with_respect_to_an_average(feeds):
 
 
 def test_swaps_in_a_session_settle_all_averages(feeds, tmp_path):
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
+  with _session() as (session, w, opt, train):
     # Of the same table: its averages move in all rows.
     other = wrapopt.MovingAverageOptimizer(
         tf1.train.GradientDescentOptimizer(0.5), 0.25)
@@ -996,8 +984,7 @@ def test_swaps_in_a_session_settle_all_averages(feeds, tmp_path):
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_gate_on_the_table_of_an_average(fused, feeds):
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
+  with _session() as (session, w, opt, train):
     gate = wrapopt.DropStaleGradientOptimizer(
         tf1.train.GradientDescentOptimizer(0.5), staleness=10, fused=fused)
     train_gate = gate.minimize(tf.reduce_sum(tf.gather(w, [2])),
@@ -1071,8 +1058,7 @@ def test_a_monitored_session_and_its_meta_file(feeds, tmp_path):
 
 def test_simple_save(feeds, tmp_path):
   path = str(tmp_path / "model")
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
+  with _session() as (session, w, opt, train):
     x = tf1.placeholder(tf.float64, [], name="x")
     y = tf.identity(opt.average(w) + x, name="y")
     session.run(tf1.global_variables_initializer())

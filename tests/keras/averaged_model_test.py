@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import wrapopt.keras
+import arrays
+import wrapopt.keras as wk
 
 layers = keras.layers
 
@@ -64,7 +65,7 @@ MODELS = {
 
 
 def trained(model, *args, run_eagerly=False):
-  model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.1), *args),
+  model.compile(wk.MovingAverage(keras.optimizers.SGD(0.1), *args),
                 loss="mse", run_eagerly=run_eagerly)
   for _ in range(3):
     model.train_on_batch(*data())
@@ -80,8 +81,7 @@ def test_copy(kind):
     with opt.averaged_weights(model, decay=decay):
       want = model.predict(x, verbose=0)
       weights = model.get_weights()
-    for got, w in zip(copied.get_weights(), weights, strict=True):
-      np.testing.assert_array_equal(got, w)
+    arrays.assert_same(copied.get_weights(), weights)
     np.testing.assert_array_equal(copied.predict(x, verbose=0), want)
     assert not copied.compiled and model.compiled
     assert model.optimizer is opt
@@ -91,8 +91,7 @@ def test_copy(kind):
   model.set_weights(raw)
   copied.compile("sgd", loss="mse")
   copied.train_on_batch(*data())
-  for got, w in zip(model.get_weights(), raw, strict=True):
-    np.testing.assert_array_equal(got, w)
+  arrays.assert_same(model.get_weights(), raw)
 
 
 def assert_right(model, x):
@@ -195,7 +194,7 @@ def test_lora():
 def test_inputs_of_several_kinds():
   model = Named(4)
   x, y = data()
-  model.compile(wrapopt.keras.MovingAverage(
+  model.compile(wk.MovingAverage(
       keras.optimizers.SGD(0.1), 0.9), loss="mse", run_eagerly=True)
   for _ in range(3):
     model.train_on_batch({"left": x, "right": 2 * x}, y)
@@ -253,14 +252,13 @@ def swapped():
     (swapped, "has another 'activation' in the copy")])
 def test_copies_that_are_wrong(make, why):
   model = make()
-  model.compile(wrapopt.keras.MovingAverage("sgd"), loss="mse")
+  model.compile(wk.MovingAverage("sgd"), loss="mse")
   model(data()[0])
   model.optimizer.build(model.trainable_variables)
   before = model.get_weights()
   with pytest.raises(ValueError, match=why):
     model.optimizer.averaged_model(model)
-  for v, w in zip(model.get_weights(), before, strict=True):
-    np.testing.assert_array_equal(v, w)
+  arrays.assert_same(model.get_weights(), before)
   assert model.compiled
 
 
@@ -273,13 +271,12 @@ def test_batch_normalizations():
   copied = model.optimizer.averaged_model(model, recalibrate=dataset)
   np.testing.assert_allclose(copied.layers[0].moving_mean,
                              np.float64(x + 5).mean(0), rtol=1e-6)
-  for got, w in zip(model.get_weights(), before, strict=True):
-    np.testing.assert_array_equal(got, w)
+  arrays.assert_same(model.get_weights(), before)
   copied = model.optimizer.averaged_model(model, recalibrate=False)
   np.testing.assert_array_equal(copied.layers[0].moving_mean,
                                 model.layers[0].moving_mean)
   model = make()
-  opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True)
+  opt = wk.MovingAverage("sgd", 0.5, average_batch_norm=True)
   opt.set_model(model)
   model.compile(opt, loss="mse")
   for _ in range(3):
@@ -303,7 +300,7 @@ def test_half_precision():
 
 def test_swa():
   model = MODELS["functional"]()
-  opt = wrapopt.keras.SWA("sgd", average_period=1)
+  opt = wk.SWA("sgd", average_period=1)
   model.compile(opt, loss="mse")
   model.fit(*data(), batch_size=8, verbose=0)
   copied = opt.averaged_model(model)
@@ -325,7 +322,7 @@ def test_errors():
       opt.averaged_model(model)
   with pytest.raises(RuntimeError, match=r"averaged_model\(\) must be called "
                      "after the first step"):
-    wrapopt.keras.SWA("sgd").averaged_model(model)
+    wk.SWA("sgd").averaged_model(model)
   other = trained(WithoutConfig(layers.Dense(1)), 0.9)
   with pytest.raises(ValueError, match=r"(?s)from_config\(\) or keras.models."
                      "clone_model can copy, got '.*', a WithoutConfig.*Give "
@@ -340,12 +337,12 @@ LEFT = ("averages must stay in its model, got '.*{}', which has left '{}'.* "
         r"Copy the model before, .* optimizer.averaged_model\(model\)")
 
 WRAPPERS = {
-    "MovingAverage": lambda: wrapopt.keras.MovingAverage("adam", 0.5),
-    "SWA": lambda: wrapopt.keras.SWA("adam", 0, 1),
-    "PrimalAverage": lambda: wrapopt.keras.PrimalAverage("adam"),
-    "ScheduleFree": lambda: wrapopt.keras.ScheduleFree("adam"),
-    "inside": lambda: wrapopt.keras.Lookahead(
-        wrapopt.keras.MovingAverage("adam", 0.5)),
+    "MovingAverage": lambda: wk.MovingAverage("adam", 0.5),
+    "SWA": lambda: wk.SWA("adam", 0, 1),
+    "PrimalAverage": lambda: wk.PrimalAverage("adam"),
+    "ScheduleFree": lambda: wk.ScheduleFree("adam"),
+    "inside": lambda: wk.Lookahead(
+        wk.MovingAverage("adam", 0.5)),
 }
 
 
@@ -375,14 +372,13 @@ def test_a_model_that_is_quantized(name, tmp_path):
       averages = [v.numpy() for v in biases]
       model.quantize("int8")
   assert all((a != b).all() for a, b in zip(averages, raw))
-  for v, w in zip(biases, raw, strict=True):
-    np.testing.assert_array_equal(v, w)
+  arrays.assert_same(biases, raw)
 
   def enter(*args):
     with opt.averaged_weights(*args):
       raise AssertionError
 
-  callback = wrapopt.keras.EvaluateWithAverages()
+  callback = wk.EvaluateWithAverages()
   for entry in [
       lambda: enter(model), enter, lambda: opt.averaged_model(model),
       lambda: opt.averages_by_decay(model), lambda: opt.set_model(model),
@@ -392,8 +388,7 @@ def test_a_model_that_is_quantized(name, tmp_path):
       lambda: tf.train.Checkpoint(opt=opt).write(str(tmp_path / "c"))]:
     with raises_left():
       entry()
-    for v, w in zip(biases, raw, strict=True):
-      np.testing.assert_array_equal(v, w)
+    arrays.assert_same(biases, raw)
   with raises_left():
     model.fit(*data(), verbose=0)
   model.export(tmp_path / "exported", verbose=False)
@@ -444,7 +439,7 @@ def test_a_table_that_grows(name, how, tmp_path):
     with averaging.averaged_weights(model):
       raise AssertionError
 
-  callback = wrapopt.keras.EvaluateWithAverages()
+  callback = wk.EvaluateWithAverages()
   for entry in [
       enter, lambda: averaging.averaged_model(model),
       lambda: model.evaluate(x, y, verbose=0, callbacks=[callback])]:
@@ -453,8 +448,7 @@ def test_a_table_that_grows(name, how, tmp_path):
         "got '.*/table', of which 'table.*' has another one that .* Compile "
         "the model with a new optimizer, and set its averages")):
       entry()
-  for v, w in zip(model.weights, before, strict=True):
-    np.testing.assert_array_equal(v, w)
+  arrays.assert_same(model.weights, before)
   opt = WRAPPERS[name]()
   model.compile(opt, loss="mse", run_eagerly=True)
   model.fit(x + 3, y + 5, verbose=0)
@@ -475,15 +469,13 @@ def test_a_copy_that_is_quantized(mode):
   with model.optimizer.averaged_weights(model):
     want.set_weights(model.get_weights())
   want.quantize(mode)
-  for got, w in zip(copied.weights, want.weights, strict=True):
-    np.testing.assert_array_equal(got, w)
+  arrays.assert_same(copied.weights, want.weights)
   assert copied.layers[0]._kernel.dtype == "int8"
-  for v, w in zip(model.weights, raw, strict=True):
-    np.testing.assert_array_equal(v, w)
+  arrays.assert_same(model.weights, raw)
 
 
 def test_a_part_has_lost_nothing():
-  opt = wrapopt.keras.MovingAverage("sgd", 0.5)
+  opt = wk.MovingAverage("sgd", 0.5)
   a, b = two_layers(), two_layers()  # With layers of the same names.
   variables = a.trainable_variables + b.trainable_variables
   opt.build(variables)
@@ -547,7 +539,7 @@ class CopiedTwice(Subclass):
 
 def test_a_model_is_compiled_when_two_threads_have_copied_it():
   model, (x, y) = CopiedTwice(4), data()
-  model.compile(wrapopt.keras.MovingAverage("sgd"), "mse")
+  model.compile(wk.MovingAverage("sgd"), "mse")
   model.fit(x, y, verbose=0)
   copy = lambda: model.optimizer.averaged_model(model)
   second = threading.Thread(target=copy, daemon=True)

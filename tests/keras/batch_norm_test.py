@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same, values
 import keras_versions
 import replicas  # pylint: disable=unused-import
-import wrapopt.keras
+import wrapopt.keras as wk
 
 layers = keras.layers
-recalibrate = wrapopt.keras.recalibrate_batch_norm
+recalibrate = wk.recalibrate_batch_norm
 
 # Keras 3.12 has no batch renormalization.
 RENORM = ({"renorm": True}
@@ -45,6 +46,11 @@ def make(optimizer=None, **kwargs):
   return model
 
 
+def evaluate(model, *found):
+  """The loss of a model, evaluated with callbacks."""
+  return model.evaluate(*data(), verbose=0, callbacks=list(found))
+
+
 def statistics(model, name):
   layer = model.get_layer(name)
   return layer.moving_mean.numpy(), layer.moving_variance.numpy()
@@ -63,7 +69,7 @@ def close(got, want):
 
 def test_statistics_are_those_of_the_data_set():
   model, (x, y) = make(), data()
-  weights = [v.numpy() for v in model.trainable_variables]
+  weights = values(model.trainable_variables)
   recalibrate(model, tf.data.Dataset.zip(batches(x), batches(y)))
   close(statistics(model, "first"), moments(x))
   # The second sees what the first gives, by the statistics of each batch.
@@ -74,8 +80,7 @@ def test_statistics_are_those_of_the_data_set():
     normal = (batch - mean) / np.sqrt(variance + 1e-3)
     seen.append(np.maximum(normal @ np.float64(dense.kernel), 0))
   close(statistics(model, "second"), moments(np.concatenate(seen)))
-  for v, w in zip(model.trainable_variables, weights):
-    np.testing.assert_array_equal(v, w)
+  assert_same(model.trainable_variables, weights)
   # One batch of all, from a generator of x alone.
   recalibrate(model, iter([x]))
   close(statistics(model, "first"), moments(x))
@@ -128,7 +133,7 @@ def test_other_layers():
 
 def test_errors_change_nothing():
   model, (x, _) = make(), data()
-  before = [v.numpy() for v in model.variables]
+  before = values(model.variables)
 
   def fails():
     yield x
@@ -143,20 +148,18 @@ def test_errors_change_nothing():
     with pytest.raises(error, match=match):
       recalibrate(model, dataset)
     assert not any("call" in vars(layer) for layer in model.layers)
-    for v, w in zip(model.variables, before):
-      np.testing.assert_array_equal(v, w)
+    assert_same(model.variables, before)
 
 
 def test_recalibration_inside_averaged_weights_is_put_back():
-  model, (x, y) = make(wrapopt.keras.MovingAverage("sgd", 0.5)), data()
+  model, (x, y) = make(wk.MovingAverage("sgd", 0.5)), data()
   for _ in range(2):
     model.train_on_batch(x, y)
-  before = [v.numpy() for v in model.variables]
+  before = values(model.variables)
   with model.optimizer.averaged_weights(model):
     recalibrate(model, batches(x))
     close(statistics(model, "first"), moments(x))
-  for v, w in zip(model.variables, before):
-    np.testing.assert_array_equal(v, w)
+  assert_same(model.variables, before)
 
 
 OPTIMIZERS = {
@@ -170,7 +173,7 @@ OPTIMIZERS = {
     ("fused", True), ("fused", False), ("general", True), pytest.param(
         "several", False, marks=keras_versions.needs("MultiOptimizer"))])
 def test_averaged_statistics(inner, jit):
-  model = make(wrapopt.keras.MovingAverage(
+  model = make(wk.MovingAverage(
       OPTIMIZERS[inner](), [0.75, 0.5], average_batch_norm=True))
   model.jit_compile = jit
   x, y = data()
@@ -189,20 +192,19 @@ def test_averaged_statistics(inner, jit):
 
 
 def test_averaged_statistics_in_fit_and_files(tmp_path):
-  make_one = lambda: make(
-      wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  make_one = lambda: make(wk.MovingAverage("sgd", 0.5, average_batch_norm=True))
   x, y = data()
   with pytest.raises(RuntimeError, match="must know the model"):
     make_one().fit(x, y, verbose=0)
   model = make_one()
-  callback = wrapopt.keras.EvaluateWithAverages()
+  callback = wk.EvaluateWithAverages()
   seen = []
 
   class Watch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
       with model.optimizer.averaged_weights(model):
-        want = model.evaluate(x, y, verbose=0)
+        want = evaluate(model)
       seen.append((logs["val_loss"], want, statistics(model, "first")))
       model.save(tmp_path / "model.keras")
 
@@ -212,17 +214,14 @@ def test_averaged_statistics_in_fit_and_files(tmp_path):
     assert val_loss == want
   loaded = keras.models.load_model(tmp_path / "model.keras")
   np.testing.assert_array_equal(statistics(loaded, "first"), seen[-1][2])
-  np.testing.assert_allclose(
-      loaded.evaluate(x, y, verbose=0, callbacks=[callback]), seen[-1][0],
-      rtol=1e-6)
+  np.testing.assert_allclose(evaluate(loaded, callback), seen[-1][0], rtol=1e-6)
   # fit ended with the averages of all.
-  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), seen[-1][0],
-                             rtol=1e-6)
+  np.testing.assert_allclose(evaluate(model), seen[-1][0], rtol=1e-6)
   assert np.abs(statistics(model, "first")[0] - seen[-1][2][0]).max() > 1e-4
 
 
 def test_by_default_averages_are_evaluated_with_the_statistics_as_they_are():
-  model, (x, y) = make(wrapopt.keras.MovingAverage("sgd", 0.5)), data()
+  model, (x, y) = make(wk.MovingAverage("sgd", 0.5)), data()
   model.train_on_batch(x, y)
   raw = statistics(model, "first")
   with model.optimizer.averaged_weights(model):
@@ -231,18 +230,15 @@ def test_by_default_averages_are_evaluated_with_the_statistics_as_they_are():
 
 def test_averaged_statistics_in_a_strategy():
   with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-    model = make(
-        wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+    model = make(wk.MovingAverage("sgd", 0.5, average_batch_norm=True))
   x, y = data(48)
   seen = []
 
-  class Watch(keras.callbacks.Callback):
-
-    def on_train_batch_end(self, batch, logs=None):
-      seen.append(statistics(model, "first")[0])
-
+  watch = keras.callbacks.LambdaCallback(
+      on_train_batch_end=lambda batch, logs: seen.append(
+          statistics(model, "first")[0]))
   model.fit(x, y, verbose=0, epochs=1, batch_size=16, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(), Watch()])
+      wk.EvaluateWithAverages(), watch])
   want = np.zeros(3)
   for mean in seen:
     want = 0.5 * want + 0.5 * mean
@@ -276,11 +272,10 @@ def test_subclasses():
   assert type(model.layers[0]) is Scaled
   model = keras.Sequential([
       keras.Input((6, 3)), layers.BatchNormalization(name="first"), Own()])
-  before = [v.numpy() for v in model.variables]
+  before = values(model.variables)
   with pytest.raises(ValueError, match=r"`call` of Own must call super\(\)"):
     recalibrate(model, batches(x))
-  for v, w in zip(model.variables, before):
-    np.testing.assert_array_equal(v, w)
+  assert_same(model.variables, before)
   model.layers[-1].trainable = False
   recalibrate(model, batches(x))
   close(statistics(model, "first"), moments(x))
@@ -297,7 +292,7 @@ def test_a_model_that_is_not_built():
 
 def test_a_part_of_the_model_is_not_the_model():
   x, y = data()
-  model = make(wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  model = make(wk.MovingAverage("sgd", 0.5, average_batch_norm=True))
   opt = model.optimizer
   opt.build(model.trainable_variables)
   part = keras.Sequential(model.layers[:1])
@@ -310,12 +305,11 @@ def test_a_part_of_the_model_is_not_the_model():
   second = model.get_layer("second")
   np.testing.assert_allclose(opt.average(second.moving_mean),
                              second.moving_mean / 2, rtol=1e-5)
-  raw = [v.numpy() for v in second.variables]
+  raw = values(second.variables)
   with opt.averaged_weights(part):
-    for v, w in zip(second.variables, raw):
-      np.testing.assert_array_equal(v, w)
+    assert_same(second.variables, raw)
   # The whole model, once averages of a part are made.
-  model = make(wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  model = make(wk.MovingAverage("sgd", 0.5, average_batch_norm=True))
   part = keras.Sequential(model.layers[:1])
   model.optimizer.set_model(part)
   model.train_on_batch(x, y)
@@ -325,17 +319,8 @@ def test_a_part_of_the_model_is_not_the_model():
 
 
 def make_averaged(average_decay=0.5, **kwargs):
-  return make(wrapopt.keras.MovingAverage(
+  return make(wk.MovingAverage(
       keras.optimizers.SGD(0.1), average_decay, **kwargs))
-
-
-def all_values(model):
-  return [v.numpy() for v in model.weights]
-
-
-def assert_same(got, want):
-  for g, w in zip(got, want, strict=True):
-    np.testing.assert_array_equal(g, w)
 
 
 class Passes:
@@ -356,14 +341,14 @@ def test_evaluate_recalibrates(mode):
   model.compile(model.optimizer, "mse", **mode)
   for _ in range(3):
     model.train_on_batch(x, y)
-  raw, passes = all_values(model), Passes(x)
-  callback = wrapopt.keras.EvaluateWithAverages(recalibrate=passes)
+  raw, passes = values(model.weights), Passes(x)
+  callback = wk.EvaluateWithAverages(recalibrate=passes)
   got = model.evaluate(x, y, batch_size=10, verbose=0, callbacks=[callback])
   outputs = model.predict(x, batch_size=10, verbose=0, callbacks=[callback])
   assert passes.number == 2  # Once per evaluation, not once per batch.
-  assert_same(all_values(model), raw)
+  assert_same(values(model.weights), raw)
   without = model.evaluate(x, y, batch_size=10, verbose=0, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(recalibrate=False)])
+      wk.EvaluateWithAverages(recalibrate=False)])
   assert abs(got - without) > 1e-2 * without
   with model.optimizer.averaged_weights(model):
     recalibrate(model, batches(x))
@@ -386,14 +371,14 @@ def test_fit_recalibrates(tmp_path):
       self._found = found
 
     def on_epoch_end(self, epoch, logs=None):
-      self._found.append((logs["val_loss"], all_values(self.model)))
+      self._found.append((logs["val_loss"], values(self.model.weights)))
 
   def fit(dataset, *found):
     keras.utils.set_random_seed(0)
     model = make_averaged()
     model.fit(x, y, batch_size=10, epochs=3, verbose=0, shuffle=False,
               validation_data=(x, y), callbacks=[
-                  wrapopt.keras.EvaluateWithAverages(
+                  wk.EvaluateWithAverages(
                       found, recalibrate=dataset), Watch(raw)])
     return model
 
@@ -407,15 +392,14 @@ def test_fit_recalibrates(tmp_path):
   for (_, with_it), (_, without) in zip(recalibrated, raw, strict=True):
     assert_same(with_it, without)
   plain = make()
-  for epoch, (val_loss, values) in enumerate(seen):
-    plain.set_weights(values)
-    np.testing.assert_allclose(plain.evaluate(x, y, verbose=0), val_loss,
-                               rtol=1e-5)
+  for epoch, (val_loss, saved) in enumerate(seen):
+    plain.set_weights(saved)
+    np.testing.assert_allclose(evaluate(plain), val_loss, rtol=1e-5)
     close(statistics(plain, "first"), moments(x))
     loaded = keras.models.load_model(tmp_path / f"{epoch + 1}.keras")
-    assert_same(all_values(loaded), values)
+    assert_same(values(loaded.weights), saved)
   # fit ends with the averages and the statistics that fit them.
-  assert_same(all_values(model), seen[-1][1])
+  assert_same(values(model.weights), seen[-1][1])
   assert np.abs(statistics(model, "first")[0] - raw[-1][1][2]).max() > 1e-2
 
 
@@ -432,23 +416,22 @@ def test_the_model_is_traced_once():
   model = keras.Sequential([keras.Input((6, 3)), Counts(),
                             layers.BatchNormalization(name="first"),
                             layers.Flatten(), layers.Dense(1)])
-  model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse")
+  model.compile(wk.MovingAverage("sgd", [0.9, 0.5]), loss="mse")
 
   def fit(callback, epochs):
     model.fit(x, y, epochs=epochs, verbose=0, validation_data=(x, y),
               callbacks=[callback])
     traces.clear()
 
-  callback = wrapopt.keras.EvaluateWithAverages(
-      recalibrate=batches(x), decay="all")
+  callback = wk.EvaluateWithAverages(recalibrate=batches(x), decay="all")
   fit(callback, 1)
   for _ in range(2):
-    model.evaluate(x, y, verbose=0, callbacks=[callback])
+    evaluate(model, callback)
   assert not traces
   # Not if another set of layers is to be recalibrated.
   model.get_layer("first").trainable = False
   before = statistics(model, "first")
-  model.evaluate(x, y, verbose=0, callbacks=[callback])
+  evaluate(model, callback)
   assert_same(statistics(model, "first"), before)
 
 
@@ -456,7 +439,7 @@ def test_fit_without_validation_recalibrates_at_its_end():
   model, (x, y), passes = make_averaged([0.9, 0.5]), data(), None
   passes = Passes(x)
   model.fit(x, y, epochs=2, verbose=0, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(recalibrate=passes, decay=0.5)])
+      wk.EvaluateWithAverages(recalibrate=passes, decay=0.5)])
   assert passes.number == 1
   close(statistics(model, "first"), moments(x))
   for v in model.trainable_variables:
@@ -467,20 +450,19 @@ def test_early_stopping_restores_recalibrated_statistics():
   model, (x, y) = make_averaged(), data()
   losses = model.fit(
       x, y, epochs=6, verbose=0, validation_data=(x, y), callbacks=[
-          wrapopt.keras.EvaluateWithAverages(
+          wk.EvaluateWithAverages(
               keras.callbacks.EarlyStopping(patience=2, mode="max",
                                             monitor="val_loss",
                                             restore_best_weights=True),
               recalibrate=batches(x))]).history["val_loss"]
   assert 2 < len(losses) and losses[0] == max(losses)
-  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), losses[0],
-                             rtol=1e-5)
+  np.testing.assert_allclose(evaluate(model), losses[0], rtol=1e-5)
 
 
 def test_a_failed_recalibration_changes_nothing():
   model, (x, y) = make_averaged(), data()
   model.train_on_batch(x, y)
-  before = all_values(model)
+  before = values(model.weights)
 
   class Fails(Passes):
 
@@ -489,9 +471,8 @@ def test_a_failed_recalibration_changes_nothing():
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    model.evaluate(x, y, verbose=0, callbacks=[
-        wrapopt.keras.EvaluateWithAverages(recalibrate=Fails(x))])
-  assert_same(all_values(model), before)
+    evaluate(model, wk.EvaluateWithAverages(recalibrate=Fails(x)))
+  assert_same(values(model.weights), before)
 
 
 def test_recalibrating_in_a_strategy():
@@ -499,12 +480,12 @@ def test_recalibrating_in_a_strategy():
     model = make_averaged()
   x, y = data(48)
   model.fit(x, y, verbose=0, batch_size=16, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(recalibrate=False)])
+      wk.EvaluateWithAverages(recalibrate=False)])
   model.train_on_batch(x, y)
-  before = all_values(model)
-  callback = wrapopt.keras.EvaluateWithAverages(recalibrate=batches(x))
+  before = values(model.weights)
+  callback = wk.EvaluateWithAverages(recalibrate=batches(x))
   got = model.evaluate(x, y, verbose=0, callbacks=[callback])
-  assert_same(all_values(model), before)
+  assert_same(values(model.weights), before)
   copied = model.optimizer.averaged_model(model, recalibrate=batches(x))
   copied.compile(loss="mse")
   np.testing.assert_allclose(got, copied.evaluate(x, y, verbose=0), rtol=1e-5)
@@ -515,10 +496,10 @@ def test_a_warning_if_nothing_is_chosen():
   match = ("EvaluateWithAverages evaluates averages of the weights with moving "
            "statistics of the raw weights.*Pass recalibrate=dataset.*"
            "average_batch_norm=True.*recalibrate=False")
-  model, callback = make_averaged(), wrapopt.keras.EvaluateWithAverages()
+  model, callback = make_averaged(), wk.EvaluateWithAverages()
   with pytest.warns(UserWarning, match=match) as found:
     model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=[callback])
-    model.evaluate(x, y, verbose=0, callbacks=[callback])
+    evaluate(model, callback)
   assert len([w for w in found if "statistics" in str(w.message)]) == 1
   with pytest.warns(UserWarning, match="averaged_model.. copies averages of"):
     model.optimizer.averaged_model(model)
@@ -526,18 +507,16 @@ def test_a_warning_if_nothing_is_chosen():
 
 @pytest.mark.filterwarnings("error:.*moving statistics.*")
 def test_no_warning_if_something_is_chosen():
-  x, y = data()
-  evaluate = wrapopt.keras.EvaluateWithAverages
+  x = data()[0]
   model = make_averaged()
-  for callback in evaluate(recalibrate=batches(x)), evaluate(recalibrate=False):
-    model.evaluate(x, y, verbose=0, callbacks=[callback])
+  for dataset in batches(x), False:
+    evaluate(model, wk.EvaluateWithAverages(recalibrate=dataset))
   model.optimizer.averaged_model(model, recalibrate=False)
   # Those of frozen layers do not depend on the weights that are trained.
   for name in "first", "second":
     model.get_layer(name).trainable = False
-  model.evaluate(x, y, verbose=0, callbacks=[evaluate()])
-  make_averaged(average_batch_norm=True).evaluate(
-      x, y, verbose=0, callbacks=[evaluate()])
+  evaluate(model, wk.EvaluateWithAverages())
+  evaluate(make_averaged(average_batch_norm=True), wk.EvaluateWithAverages())
 
 
 @pytest.mark.parametrize("dataset, error, match", [
@@ -548,7 +527,7 @@ def test_no_warning_if_something_is_chosen():
 ], ids=["iterator", "bool", "array", "infinite"])
 def test_what_recalibrates_is_checked(dataset, error, match):
   with pytest.raises(error, match=match):
-    wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)
+    wk.EvaluateWithAverages(recalibrate=dataset)
   model = make_averaged()
   model.optimizer.build(model.trainable_variables)
   with pytest.raises(error, match=match):
@@ -556,34 +535,30 @@ def test_what_recalibrates_is_checked(dataset, error, match):
 
 
 def test_what_does_not_go_with_recalibrating():
-  x, y = data()
+  x = data()[0]
   with pytest.raises(ValueError, match="runs after each batch.*"
                      "got ModelCheckpoint. Use save_freq"):
-    wrapopt.keras.EvaluateWithAverages(keras.callbacks.ModelCheckpoint(
+    wk.EvaluateWithAverages(keras.callbacks.ModelCheckpoint(
         "a.keras", save_freq=2), recalibrate=batches(x))
   with pytest.raises(ValueError, match="must not be given if the optimizer "
                      "averages the statistics.*Remove average_batch_norm"):
-    make_averaged(average_batch_norm=True).evaluate(
-        x, y, verbose=0, callbacks=[
-            wrapopt.keras.EvaluateWithAverages(recalibrate=batches(x))])
+    evaluate(make_averaged(average_batch_norm=True),
+             wk.EvaluateWithAverages(recalibrate=batches(x)))
 
 
 def test_swa_of_epochs_with_recalibrated_statistics():
   """Epochs 2 and 4 of 0 to 4 count."""
   x, y = data(48)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-  opt = wrapopt.keras.SWA(keras.optimizers.SGD(0.1), 2, 2,
-                          steps_per_epoch=len(dataset))
+  opt = wk.SWA(keras.optimizers.SGD(0.1), 2, 2, steps_per_epoch=len(dataset))
   model = make(opt)
   seen = []
 
-  class Watch(keras.callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      seen.append([v.numpy() for v in self.model.trainable_variables])
-
+  watch = keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda epoch, logs: seen.append(
+          values(model.trainable_variables)))
   model.fit(dataset, epochs=5, verbose=0, callbacks=[
-      Watch(), wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)])
+      watch, wk.EvaluateWithAverages(recalibrate=dataset)])
   for v, *two in zip(model.trainable_variables, seen[2], seen[4], strict=True):
     np.testing.assert_allclose(v, sum(map(np.float64, two)) / 2, rtol=1e-6,
                                atol=1e-7)
@@ -618,7 +593,7 @@ class Networks(keras.Model):
 
 
 def network_statistics(network):
-  return wrapopt.keras.batch_norm.statistics(network)
+  return wk.batch_norm.statistics(network)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -626,24 +601,22 @@ def network_statistics(network):
                          ids=["", "without_weights"])
 def test_another_network_keeps_its_statistics(frozen, kwargs):
   model, (x, y) = Networks(frozen, **kwargs), data()
-  model.compile(wrapopt.keras.MovingAverage(
+  model.compile(wk.MovingAverage(
       "sgd", 0.5, average_batch_norm=True), loss="mse")
   opt, raw = model.optimizer, []
 
-  class Watch(keras.callbacks.Callback):
-
-    def on_train_batch_end(self, batch, logs=None):
-      raw[:] = [[v.numpy() for v in network_statistics(network)]
-                for network in (model.student, model.teacher)]
-
+  watch = keras.callbacks.LambdaCallback(
+      on_train_batch_end=lambda batch, logs: raw.append(
+          [values(network_statistics(network))
+           for network in (model.student, model.teacher)]))
   model.fit(x, y, verbose=0, batch_size=16, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(), Watch()])
+      wk.EvaluateWithAverages(), watch])
   student, teacher = map(network_statistics, (model.student, model.teacher))
-  assert_same(teacher, raw[1])
+  assert_same(teacher, raw[-1][1])
   assert_same(student, [opt.average(v).numpy() for v in student])
-  assert all((v.numpy() != w).any() for v, w in zip(student, raw[0]))
+  assert all((v.numpy() != w).any() for v, w in zip(student, raw[-1][0]))
   with opt.averaged_weights(model):
-    assert_same(teacher, raw[1])
+    assert_same(teacher, raw[-1][1])
   with pytest.raises(KeyError, match="moving_mean"):
     opt.average(teacher[0])
 
@@ -654,7 +627,7 @@ def test_layers_that_belong_to_what_is_trained():
   for v in (first.gamma, first.beta):
     v.trainable = False  # The layer still follows its inputs.
   second.trainable = False
-  opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True)
+  opt = wk.MovingAverage("sgd", 0.5, average_batch_norm=True)
   opt.set_model(model)
   model.compile(opt, loss="mse")
   model.train_on_batch(x, y)
@@ -672,7 +645,7 @@ def is_second(layer):
 def test_chosen_statistics_and_files(tmp_path):
   def run(chosen):
     keras.utils.set_random_seed(0)
-    opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=chosen)
+    opt = wk.MovingAverage("sgd", 0.5, average_batch_norm=chosen)
     model, (x, y) = make(opt), data()
     opt.set_model(model)
     for _ in range(2):
@@ -742,7 +715,7 @@ def test_averages_of_statistics_go_where_their_statistics_go(case, way, eager,
       layer.trainable = str(i) not in frozen and layer.name not in list(frozen)
       for v in layer.variables:
         v.assign(rng.uniform(1, 2, v.shape))
-    opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True)
+    opt = wk.MovingAverage("sgd", 0.5, average_batch_norm=True)
     model.compile(opt, "mse", jit_compile=False, run_eagerly=eager)
     opt.set_model(model)
     return model
@@ -796,14 +769,14 @@ def test_averages_of_statistics_go_where_their_statistics_go(case, way, eager,
     (lambda layer: False, ValueError, "must select at least one")])
 def test_what_chooses_statistics_is_checked(chosen, error, match):
   with pytest.raises(error, match=match):
-    opt = wrapopt.keras.MovingAverage("sgd", average_batch_norm=chosen)
+    opt = wk.MovingAverage("sgd", average_batch_norm=chosen)
     model, (x, y) = make(opt), data()
     opt.set_model(model)
     model.train_on_batch(x, y)
 
 
 def test_a_function_that_is_not_registered():
-  opt = wrapopt.keras.MovingAverage("sgd", average_batch_norm=lambda x: True)
+  opt = wk.MovingAverage("sgd", average_batch_norm=lambda x: True)
   with pytest.raises(ValueError, match="`average_batch_norm` of a MovingAverage"
                      " that is saved must be True or False, or a function"):
     opt.get_config()

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_close, assert_same, values
 import keras_versions
-import wrapopt.keras
+import wrapopt
+import wrapopt.keras as wk
 
 callbacks = keras.callbacks
+E = wk.EvaluateWithAverages
 
 
 @pytest.fixture(autouse=True)
@@ -30,30 +33,38 @@ def make(optimizer=None, **kwargs):
   model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"),
                             keras.layers.Dense(1)])
   if optimizer is None:
-    optimizer = wrapopt.keras.MovingAverage("sgd", 0.9)
+    optimizer = wk.MovingAverage("sgd", 0.9)
   model.compile(optimizer, loss="mse", **kwargs)
   return model
 
 
-def values(variables):
-  return [v.numpy() for v in variables]
+def averages(model, *decay):
+  return [model.optimizer.average(v, *decay).numpy()
+          for v in model.trainable_variables]
 
 
-def averages(model, optimizer=None):
-  optimizer = optimizer or model.optimizer
-  return [optimizer.average(v).numpy() for v in model.trainable_variables]
+def evaluate(model, *found):
+  """The loss of a model, evaluated with callbacks."""
+  return model.evaluate(*data(), verbose=0, callbacks=list(found))
 
 
-def assert_same(got, want):
-  assert len(got) == len(want)
-  for g, w in zip(got, want):
-    np.testing.assert_array_equal(g, w)
+def validated(model, *found, **kwargs):
+  """The logs of a fit that evaluates the data that it trains with."""
+  x, y = data()
+  return model.fit(x, y, verbose=0, validation_data=(x, y),
+                   callbacks=list(found), **kwargs).history
+
+
+def at_epoch_end(function):
+  """A callback that calls a function of the logs."""
+  return callbacks.LambdaCallback(
+      on_epoch_end=lambda epoch, logs: function(logs))
 
 
 def loss_of(weights):
   model = make("sgd")
   model.set_weights(weights)
-  return model.evaluate(*data(), verbose=0)
+  return evaluate(model)
 
 
 def trained(optimizer=None, **kwargs):
@@ -72,35 +83,28 @@ MODES = {"jit": {}, "function": {"jit_compile": False},
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluate_and_predict_use_averages_and_leave_the_weights(mode):
   model = trained(**MODES[mode])
-  x, y = data()
+  x = data()[0]
   raw, average = values(model.weights), averages(model)
-  raw_loss = model.evaluate(x, y, verbose=0)
+  raw_loss = evaluate(model)
   # Also after it has been traced with the raw weights.
-  callback = wrapopt.keras.EvaluateWithAverages()
-  got = model.evaluate(x, y, verbose=0, callbacks=[callback])
+  callback = E()
+  got = evaluate(model, callback)
   np.testing.assert_allclose(got, loss_of(average), rtol=1e-5)
   assert abs(got - raw_loss) > 1e-2 * raw_loss
   got = model.predict(x, verbose=0, callbacks=[callback])
   with model.optimizer.averaged_weights():
     assert_same([model.predict(x, verbose=0)], [got])
   assert np.abs(got - model.predict(x, verbose=0)).max() > 1e-3
-  assert model.evaluate(x, y, verbose=0) == raw_loss
+  assert evaluate(model) == raw_loss
   assert_same(values(model.weights), raw)
   assert_same(averages(model), average)
 
 
 def test_validation_in_fit_uses_averages():
-  x, y = data()
   seen = []
   model = make()
-
-  class Watch(callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      seen.append((logs["val_loss"], averages(model), values(model.weights)))
-
-  model.fit(x, y, epochs=3, verbose=0, validation_data=(x, y),
-            callbacks=[wrapopt.keras.EvaluateWithAverages(), Watch()])
+  validated(model, E(), at_epoch_end(lambda logs: seen.append(
+      (logs["val_loss"], averages(model), values(model.weights)))), epochs=3)
   for val_loss, average, raw in seen:
     np.testing.assert_allclose(val_loss, loss_of(average), rtol=1e-5)
     assert abs(val_loss - loss_of(raw)) > 1e-3
@@ -129,7 +133,7 @@ def test_nothing_stays_in_place_after_an_exception(kind, when):
   model = trained(run_eagerly=True)
   x, y = data()
   raw, average = values(model.weights), averages(model)
-  uses = [lambda: model.evaluate(x, y, verbose=0),
+  uses = [lambda: evaluate(model),
           # Keras 3.12 does not reset metrics itself.
           lambda: (model.reset_metrics(), model.test_on_batch(x, y))[1],
           lambda: model.predict(x, verbose=0),
@@ -137,7 +141,7 @@ def test_nothing_stays_in_place_after_an_exception(kind, when):
   for use in uses:
     want = use()
     # Those that come later fail in their turn.
-    found = [wrapopt.keras.EvaluateWithAverages(), Fails(f"on_{kind}_{when}")]
+    found = [E(), Fails(f"on_{kind}_{when}")]
     with pytest.raises(Stop):
       if kind == "test":
         model.evaluate(x, y, verbose=0, callbacks=found)
@@ -153,8 +157,8 @@ def test_nothing_stays_in_place_if_the_model_or_the_data_fail(kind):
   model = trained(run_eagerly=True)
   x, y = data()
   raw, average = values(model.weights), averages(model)
-  want = model.evaluate(x, y, verbose=0)
-  callback = wrapopt.keras.EvaluateWithAverages()
+  want = evaluate(model)
+  callback = E()
   run = {"test": model.evaluate, "predict": model.predict}[kind]
 
   def batches():
@@ -177,7 +181,7 @@ def test_nothing_stays_in_place_if_the_model_or_the_data_fail(kind):
   assert_same(averages(model), average)
   delattr(model, f"{kind}_step")
   setattr(model, f"{kind}_function", None)
-  assert model.evaluate(x, y, verbose=0) == want
+  assert evaluate(model) == want
 
 
 class Worse(callbacks.Callback):
@@ -189,65 +193,49 @@ class Worse(callbacks.Callback):
 
 
 def fit(model, *found, epochs=8):
-  x, y = data()
-  return model.fit(x, y, epochs=epochs, verbose=0, validation_data=(x, y),
-                   callbacks=[Worse(), *found]).history["val_loss"]
+  return validated(model, Worse(), *found, epochs=epochs)["val_loss"]
 
 
 def test_model_checkpoint_keeps_the_best_averages(tmp_path):
   path = str(tmp_path / "best.keras")
   plain = str(tmp_path / "best.weights.h5")
   model = make()
-  losses = fit(model, wrapopt.keras.EvaluateWithAverages([
+  losses = fit(model, E([
       callbacks.ModelCheckpoint(path, save_best_only=True),
       callbacks.ModelCheckpoint(plain, save_best_only=True,
                                 save_weights_only=True)]))
   best = min(losses)
   assert 0 < losses.index(best) < len(losses) - 1
-  x, y = data()
   loaded = keras.models.load_model(path)
-  np.testing.assert_allclose(loaded.evaluate(x, y, verbose=0), best, rtol=1e-5)
+  np.testing.assert_allclose(evaluate(loaded), best, rtol=1e-5)
   # As good with its averages, and training goes on from them.
-  np.testing.assert_allclose(
-      loaded.evaluate(x, y, verbose=0,
-                      callbacks=[wrapopt.keras.EvaluateWithAverages()]),
-      best, rtol=1e-5)
+  np.testing.assert_allclose(evaluate(loaded, E()), best, rtol=1e-5)
   bare = make("sgd")
   bare.load_weights(plain)
-  np.testing.assert_allclose(bare.evaluate(x, y, verbose=0), best, rtol=1e-5)
+  np.testing.assert_allclose(evaluate(bare), best, rtol=1e-5)
 
 
 @pytest.mark.parametrize("decays", [0.9, [0.9, 0.5]])
 def test_early_stopping_restores_the_best_averages(decays):
-  model = make(wrapopt.keras.MovingAverage("sgd", decays))
+  model = make(wk.MovingAverage("sgd", decays))
   stopping = callbacks.EarlyStopping(patience=2, restore_best_weights=True)
-  losses = fit(model, wrapopt.keras.EvaluateWithAverages(stopping), epochs=50)
+  losses = fit(model, E(stopping), epochs=50)
   assert len(losses) < 50
-  x, y = data()
-  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
-                             rtol=1e-5)
+  np.testing.assert_allclose(evaluate(model), min(losses), rtol=1e-5)
   # They are the averages too.
-  np.testing.assert_allclose(
-      model.evaluate(x, y, verbose=0,
-                     callbacks=[wrapopt.keras.EvaluateWithAverages()]),
-      min(losses), rtol=1e-5)
+  np.testing.assert_allclose(evaluate(model, E()), min(losses), rtol=1e-5)
   for decay in model.optimizer._averages.decays:
-    assert_same([model.optimizer.average(v, decay).numpy()
-                 for v in model.trainable_variables], values(model.weights))
+    assert_same(averages(model, decay), values(model.weights))
 
 
 def test_save_freq_saves_averages(tmp_path):
   model = make()
   x, y = data()
   seen = []
-
-  class Watch(callbacks.Callback):
-
-    def on_train_batch_end(self, batch, logs=None):
-      seen.append(averages(model))
-
+  watch = callbacks.LambdaCallback(
+      on_train_batch_end=lambda batch, logs: seen.append(averages(model)))
   model.fit(x, y, batch_size=16, verbose=0, callbacks=[
-      Watch(), wrapopt.keras.EvaluateWithAverages(callbacks.ModelCheckpoint(
+      watch, E(callbacks.ModelCheckpoint(
           str(tmp_path / "{batch}.weights.h5"), save_weights_only=True,
           save_freq=2))])
   assert sorted(os.listdir(tmp_path)) == ["2.weights.h5", "4.weights.h5"]
@@ -258,12 +246,8 @@ def test_save_freq_saves_averages(tmp_path):
 
 
 def test_backup_and_restore_resumes_raw_weights(tmp_path):
-  x, y = data()
-
-  def run(model, *found, epochs=4):
-    model.fit(x, y, epochs=epochs, verbose=0, shuffle=False,
-              validation_data=(x, y),
-              callbacks=[wrapopt.keras.EvaluateWithAverages(), *found])
+  def run(model, *found):
+    validated(model, E(), *found, epochs=4, shuffle=False)
     return values(model.weights)
 
   want = run(make())
@@ -282,23 +266,21 @@ def test_backup_and_restore_resumes_raw_weights(tmp_path):
   keras.utils.set_random_seed(1)
   assert_same(run(make(), backup), want)
   with pytest.raises(ValueError, match="must not contain a BackupAndRestore"):
-    wrapopt.keras.EvaluateWithAverages([backup])
+    E([backup])
 
 
 def wrappers():
-  kinds = wrapopt.keras
   sgd = lambda: keras.optimizers.SGD(0.05)
   return {
       "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
-          kinds.MovingAverage(sgd(), 0.9)),
-      "nested": lambda: kinds.MovingAverage(
-          kinds.SWA(sgd(), average_period=1), 0.9),
-      "inside": lambda: kinds.Lookahead(kinds.MovingAverage(sgd(), 0.9)),
+          wk.MovingAverage(sgd(), 0.9)),
+      "nested": lambda: wk.MovingAverage(wk.SWA(sgd(), average_period=1), 0.9),
+      "inside": lambda: wk.Lookahead(wk.MovingAverage(sgd(), 0.9)),
       "multi": lambda: keras.optimizers.MultiOptimizer(
           keras.optimizers.OptimizerMap(
-              kinds.MovingAverage(sgd(), 0.9),
-              {".*bias": kinds.MovingAverage(sgd(), 0.9),
-               "nothing": kinds.MovingAverage(sgd(), 0.9)})),
+              wk.MovingAverage(sgd(), 0.9),
+              {".*bias": wk.MovingAverage(sgd(), 0.9),
+               "nothing": wk.MovingAverage(sgd(), 0.9)})),
   }
 
 
@@ -313,9 +295,7 @@ def test_averages_are_those_of_the_outermost_wrapper(kind):
            "multi": lambda v: opt._optimizer_map(v)}[kind]
   want = [found(v).average(v).numpy() for v in model.trainable_variables]
   raw = values(model.weights)
-  x, y = data()
-  got = model.evaluate(x, y, verbose=0,
-                       callbacks=[wrapopt.keras.EvaluateWithAverages()])
+  got = evaluate(model, E())
   np.testing.assert_allclose(got, loss_of(want), rtol=1e-5)
   assert abs(got - loss_of(raw)) > 1e-3
   assert_same(values(model.weights), raw)
@@ -323,38 +303,32 @@ def test_averages_are_those_of_the_outermost_wrapper(kind):
 
 def test_a_model_that_never_trained():
   model = make()
-  x, y = data()
-  callback = wrapopt.keras.EvaluateWithAverages()
-  assert model.evaluate(x, y, verbose=0, callbacks=[callback]) == (
-      model.evaluate(x, y, verbose=0))
+  callback = E()
+  assert evaluate(model, callback) == evaluate(model)
 
 
 def test_an_optimizer_without_averages_is_an_error():
-  model = make(wrapopt.keras.Lookahead("sgd"))
-  x, y = data()
+  model = make(wk.Lookahead("sgd"))
   with pytest.raises(ValueError, match="needs an optimizer that keeps averages"
                      ".*got Lookahead"):
-    model.evaluate(x, y, verbose=0,
-                   callbacks=[wrapopt.keras.EvaluateWithAverages()])
+    evaluate(model, E())
   with pytest.raises(TypeError, match="must be Keras callbacks, got str"):
-    wrapopt.keras.EvaluateWithAverages(["early"])
+    E(["early"])
 
 
 def test_too_few_steps_for_an_average():
   """fit() ends with what it trained."""
-  model = make(wrapopt.keras.SWA(keras.optimizers.SGD(0.1), 1000))
-  x, y = data()
-  logs = model.fit(x, y, epochs=20, verbose=0, validation_data=(x, y),
-                   callbacks=[wrapopt.keras.EvaluateWithAverages()]).history
-  loss = model.evaluate(x, y, verbose=0)
+  model = make(wk.SWA(keras.optimizers.SGD(0.1), 1000))
+  logs = validated(model, E(), epochs=20)
+  loss = evaluate(model)
   assert loss == logs["val_loss"][-1] < 0.5 * logs["loss"][0]
 
 
 def test_weights_that_are_set_after_an_evaluation():
   x, y = data()
-  callback = wrapopt.keras.EvaluateWithAverages()
+  callback = E()
   model = make()
-  model.evaluate(x, y, verbose=0, callbacks=[callback])
+  evaluate(model, callback)
   before = [v + 100 for v in values(model.weights)]
   model.set_weights(before)
   model.train_on_batch(x, y)
@@ -363,32 +337,18 @@ def test_weights_that_are_set_after_an_evaluation():
 
 
 def test_no_snapshots_while_averages_are_in_place(tmp_path):
-  snapshots = wrapopt.keras.Snapshots(str(tmp_path), 1)
+  snapshots = wk.Snapshots(str(tmp_path), 1)
   with pytest.raises(ValueError, match="must not contain a Snapshots: while"):
-    wrapopt.keras.EvaluateWithAverages([snapshots])
-  model = trained()
-  snapshots.set_model(model)
-  snapshots.on_train_begin()
-  with model.optimizer.averaged_weights():
-    with pytest.raises(RuntimeError, match="must not be called inside"):
-      snapshots._write(1)
-  snapshots.on_train_end()
+    E([snapshots])
 
 
 def test_each_of_several_decays():
   x, y = data()
-  model = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  model = make(wk.MovingAverage("sgd", [0.9, 0.5]))
   seen = []
 
-  class Watch(callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      seen.append([model.optimizer.average(v, 0.5).numpy()
-                   for v in model.trainable_variables])
-
-  found = wrapopt.keras.EvaluateWithAverages(decay=0.5)
-  losses = model.fit(x, y, epochs=2, verbose=0, validation_data=(x, y),
-                     callbacks=[found, Watch()]).history["val_loss"]
+  losses = validated(model, E(decay=0.5), at_epoch_end(
+      lambda logs: seen.append(averages(model, 0.5))), epochs=2)["val_loss"]
   for loss, average in zip(losses, seen, strict=True):
     np.testing.assert_allclose(loss, loss_of(average), rtol=1e-5)
   assert_same(values(model.weights), seen[-1])
@@ -398,47 +358,37 @@ def test_each_of_several_decays():
     assert np.abs(values(model.weights)[0] - raw[0]).max() > 0
     assert_same(averages(model), first)
   assert_same(values(model.weights), raw)
-  other = wrapopt.keras.EvaluateWithAverages(decay=0.7)
+  other = E(decay=0.7)
   with pytest.raises(ValueError, match="`decay` must be one of .* got 0.7"):
-    model.evaluate(x, y, verbose=0, callbacks=[other])
+    evaluate(model, other)
   with pytest.raises(ValueError, match="`decay` must be None for a SWA"):
-    make(wrapopt.keras.SWA("sgd")).evaluate(x, y, verbose=0, callbacks=[other])
+    make(wk.SWA("sgd")).evaluate(x, y, verbose=0, callbacks=[other])
 
 
 def test_early_stopping_by_another_decay():
-  model = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
-  x, y = data()
+  model = make(wk.MovingAverage("sgd", [0.9, 0.5]))
   stopping = callbacks.EarlyStopping(patience=2, restore_best_weights=True)
-  losses = fit(model, wrapopt.keras.EvaluateWithAverages(stopping, decay=0.5),
-               epochs=50)
+  losses = fit(model, E(stopping, decay=0.5), epochs=50)
   assert len(losses) < 50
-  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
-                             rtol=1e-5)
+  np.testing.assert_allclose(evaluate(model), min(losses), rtol=1e-5)
   assert_same(averages(model), values(model.weights))
 
 
 def test_all_decays(tmp_path):
   """Metrics of each, and a checkpoint of the best of each."""
-  x, y = data()
   decays = [0.9, 0.5, wrapopt.PowerDecay(gamma=2)]
   names = ["val_loss", "val_loss_0.5", "val_loss_power_2"]
-  model = make(wrapopt.keras.MovingAverage("sgd", decays), metrics=["mae"])
+  model = make(wk.MovingAverage("sgd", decays), metrics=["mae"])
   seen = []
 
-  class Watch(callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      seen.append([[model.optimizer.average(v, decay).numpy()
-                    for v in model.trainable_variables] for decay in decays])
-
+  watch = at_epoch_end(lambda logs: seen.append(
+      [averages(model, decay) for decay in decays]))
   checkpoints = [callbacks.ModelCheckpoint(
       str(tmp_path / f"{name}.keras"), monitor=name, mode="min",
       save_best_only=True)
                  for name in names]
-  history = model.fit(
-      x, y, batch_size=16, epochs=4, verbose=0, validation_data=(x, y),
-      callbacks=[Worse(), Watch(), wrapopt.keras.EvaluateWithAverages(
-          checkpoints, decay="all")]).history
+  history = validated(model, Worse(), watch, E(checkpoints, decay="all"),
+                      batch_size=16, epochs=4)
   assert set(history) == {"loss", "mae", *names,
                           *(name.replace("loss", "mae") for name in names)}
   for k, name in enumerate(names):
@@ -446,43 +396,34 @@ def test_all_decays(tmp_path):
       np.testing.assert_allclose(loss, loss_of(found[k]), rtol=1e-5)
     loaded = keras.models.load_model(tmp_path / f"{name}.keras")
     np.testing.assert_allclose(
-        loaded.evaluate(x, y, verbose=0)[0], min(history[name]), rtol=1e-5)
+        evaluate(loaded)[0], min(history[name]), rtol=1e-5)
   assert len({history[name][-1] for name in names}) == 3
   assert_same(values(model.weights), seen[-1][0])
-  history = model.fit(x, y, epochs=2, verbose=0, validation_data=(x, y),
-                      validation_freq=2, callbacks=[
-                          wrapopt.keras.EvaluateWithAverages(decay="all")])
-  assert len(history.history["val_loss_0.5"]) == 1
+  history = validated(model, E(decay="all"), epochs=2, validation_freq=2)
+  assert len(history["val_loss_0.5"]) == 1
   # Outside of fit, the first.
   model.optimizer.average(model.weights[0]).assign_add(model.weights[0] + 1)
-  callback = wrapopt.keras.EvaluateWithAverages(decay="all")
-  np.testing.assert_allclose(
-      model.evaluate(x, y, verbose=0, callbacks=[callback])[0],
-      loss_of(averages(model)), rtol=1e-5)
+  callback = E(decay="all")
+  np.testing.assert_allclose(evaluate(model, callback)[0],
+                             loss_of(averages(model)), rtol=1e-5)
 
 
 def test_all_decays_with_recalibrated_statistics():
-  x, y = data()
+  x = data()[0]
   model = keras.Sequential([
       keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1),
       keras.layers.BatchNormalization()])
-  model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse")
+  model.compile(wk.MovingAverage("sgd", [0.9, 0.5]), loss="mse")
   copies = []
 
-  class Watch(callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      copies.append([model.optimizer.averaged_model(
-          model, decay=decay, recalibrate=[x]) for decay in (0.9, 0.5)])
-
-  history = model.fit(
-      x, y, epochs=2, verbose=0, validation_data=(x, y), callbacks=[
-          Watch(), wrapopt.keras.EvaluateWithAverages(
-              decay="all", recalibrate=[x])]).history
+  watch = at_epoch_end(lambda logs: copies.append([
+      model.optimizer.averaged_model(model, decay=decay, recalibrate=[x])
+      for decay in (0.9, 0.5)]))
+  history = validated(model, watch, E(decay="all", recalibrate=[x]), epochs=2)
   for epoch, row in enumerate(copies):
     for copied, name in zip(row, ["val_loss", "val_loss_0.5"], strict=True):
       copied.compile(loss="mse")
-      np.testing.assert_allclose(copied.evaluate(x, y, verbose=0),
+      np.testing.assert_allclose(evaluate(copied),
                                  history[name][epoch], rtol=1e-5)
 
 
@@ -554,12 +495,11 @@ def test_all_decays_are_evaluated_on_the_same_data(kind):
     # TensorFlow cannot train this layer in a loop.
     noisy = [] if kind == "executions" else [Noisy()]
     model = keras.Sequential([keras.Input((3,)), *noisy, keras.layers.Dense(1)])
-    model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(1e-3),
-                                              decays),
+    model.compile(wk.MovingAverage(keras.optimizers.SGD(1e-3), decays),
                   loss="mse", metrics=["mae"], **for_compile)
     history = model.fit(x, y, batch_size=16, epochs=2, verbose=0,
-                        validation_data=validation, **for_fit, callbacks=[
-                            wrapopt.keras.EvaluateWithAverages(decay="all")])
+                        validation_data=validation, **for_fit,
+                        callbacks=[E(decay="all")])
     return history.history, values(model.non_trainable_variables)
 
   history, state = fit([0.5, 0.5 + 1e-7, 0.9])
@@ -584,7 +524,6 @@ def test_all_decays_are_evaluated_on_the_same_data(kind):
 
 
 def test_all_decays_need_state_in_variables():
-  x, y = data()
 
   class Listed(keras.metrics.Metric):
 
@@ -601,13 +540,13 @@ def test_all_decays_need_state_in_variables():
 
   def fit(cls=keras.Sequential, metrics=()):
     model = cls([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse",
+    model.compile(wk.MovingAverage("sgd", [0.9, 0.5]), loss="mse",
                   metrics=list(metrics), run_eagerly=True)
-    callback = wrapopt.keras.EvaluateWithAverages(decay="all")
+    callback = E(decay="all")
     try:
-      model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=[callback])
+      validated(model, callback)
     finally:  # Nothing stays.
-      model.evaluate(x, y, verbose=0, callbacks=[callback])
+      evaluate(model, callback)
 
   with pytest.raises(ValueError, match="keep their state in variables if "
                      '`decay` is "all", got .*Listed that has none'):
@@ -618,55 +557,42 @@ def test_all_decays_need_state_in_variables():
 
 
 def test_a_model_without_batch_normalizations_has_nothing_to_recalibrate():
-  x, y = data()
+  x = data()[0]
   model = trained()
-  found = [model.evaluate(x, y, verbose=0, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)])
-           for dataset in ([x], None)]
+  found = [evaluate(model, E(recalibrate=dataset)) for dataset in ([x], None)]
   assert found[0] == found[1]
 
 
 def test_all_of_one_decay():
-  x, y = data()
-  for opt in wrapopt.keras.MovingAverage("sgd", 0.9), wrapopt.keras.SWA("sgd"):
-    found = make(opt).fit(x, y, verbose=0, validation_data=(x, y), callbacks=[
-        wrapopt.keras.EvaluateWithAverages(decay="all")]).history
-    assert set(found) == {"loss", "val_loss"}
+  for opt in wk.MovingAverage("sgd", 0.9), wk.SWA("sgd"):
+    assert set(validated(make(opt), E(decay="all"))) == {"loss", "val_loss"}
   with pytest.raises(ValueError, match='must be a decay, None or "all", got'):
-    wrapopt.keras.EvaluateWithAverages(decay="every")
+    E(decay="every")
 
 
 @pytest.mark.parametrize("kind", keras_versions.cases([
     "MovingAverage", "SWA", "nested", "multi"]))
 def test_fit_keeps_raw_weights(kind):
   def wrap(keeps):
-    moving = lambda opt: wrapopt.keras.MovingAverage(
+    moving = lambda opt: wk.MovingAverage(
         opt, [0.9, 0.5], keep_raw_weights=keeps)
-    swa = lambda opt: wrapopt.keras.SWA(opt, average_period=1,
-                                        keep_raw_weights=keeps)
+    swa = lambda opt: wk.SWA(opt, average_period=1, keep_raw_weights=keeps)
     if kind == "multi":
       return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
           moving("sgd"), {".*bias": swa("sgd")}))
     return {"MovingAverage": moving, "SWA": swa,
             "nested": lambda opt: moving(swa(opt))}[kind]("sgd")
 
-  x, y = data()
   ends = {}
   for keeps in False, True:
     keras.utils.set_random_seed(0)
     model = make(wrap(keeps))
-    raw, losses = [], []
-
-    class Watch(callbacks.Callback):
-
-      def on_epoch_end(self, epoch, logs=None):
-        raw.append(values(self.model.weights))
-        losses.append(logs["val_loss"])
-
+    raw = []
     decay = None if kind in ("SWA", "multi") else 0.5
-    model.fit(x, y, epochs=2, verbose=0, shuffle=False, validation_data=(x, y),
-              callbacks=[wrapopt.keras.EvaluateWithAverages(
-                  callbacks.EarlyStopping(), decay=decay), Watch()])
+    losses = validated(
+        model, E(callbacks.EarlyStopping(), decay=decay),
+        at_epoch_end(lambda logs: raw.append(values(model.weights))),
+        epochs=2, shuffle=False)["val_loss"]
     ends[keeps] = values(model.weights), raw, losses, model
   assert_same(ends[True][0], ends[True][1][-1])
   assert np.abs(ends[False][0][0] - ends[True][0][0]).max() > 1e-3
@@ -676,26 +602,23 @@ def test_fit_keeps_raw_weights(kind):
   # The averages are still there, and training goes on.
   model = ends[True][3]
   np.testing.assert_allclose(
-      model.evaluate(x, y, verbose=0, callbacks=[
-          wrapopt.keras.EvaluateWithAverages(decay=decay)]),
-      losses[-1], rtol=1e-5)
+      evaluate(model, E(decay=decay)), losses[-1], rtol=1e-5)
 
 
 def test_raw_weights_are_kept_by_all_or_none():
-  kinds = wrapopt.keras
-  for inner in kinds.SWA("sgd"), kinds.Lookahead(kinds.SWA("sgd")):
+  for inner in wk.SWA("sgd"), wk.Lookahead(wk.SWA("sgd")):
     with pytest.raises(ValueError, match="with keep_raw_weights=True must not "
                        "be or hold.*got SWA. Pass keep_raw_weights=True to it"):
-      kinds.MovingAverage(inner, keep_raw_weights=True)
+      wk.MovingAverage(inner, keep_raw_weights=True)
   with pytest.raises(ValueError, match="got SGD. Pass use_ema=False to it"):
-    kinds.SWA(keras.optimizers.SGD(use_ema=True), keep_raw_weights=True)
+    wk.SWA(keras.optimizers.SGD(use_ema=True), keep_raw_weights=True)
   with pytest.raises(TypeError, match="`keep_raw_weights` must be True or"):
-    kinds.SWA("sgd", keep_raw_weights=1)
+    wk.SWA("sgd", keep_raw_weights=1)
   x, y = data()
-  model = make(kinds.MovingAverage("sgd", keep_raw_weights=True))
+  model = make(wk.MovingAverage("sgd", keep_raw_weights=True))
   with pytest.raises(ValueError, match="must not contain an EarlyStopping with "
                      "restore_best_weights=True if"):
-    model.fit(x, y, verbose=0, callbacks=[kinds.EvaluateWithAverages(
+    model.fit(x, y, verbose=0, callbacks=[E(
         callbacks.EarlyStopping(restore_best_weights=True))])
   copied = keras.optimizers.get(keras.optimizers.serialize(model.optimizer))
   assert copied.get_config()["keep_raw_weights"] is True
@@ -703,11 +626,10 @@ def test_raw_weights_are_kept_by_all_or_none():
 
 @keras_versions.needs("MultiOptimizer")
 def test_raw_weights_are_kept_by_all_parts_or_none():
-  kinds = wrapopt.keras
   model = make(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
-      kinds.SWA("sgd"), {".*bias": kinds.SWA("sgd", keep_raw_weights=True)})))
+      wk.SWA("sgd"), {".*bias": wk.SWA("sgd", keep_raw_weights=True)})))
   with pytest.raises(ValueError, match="must be the same for all optimizers"):
-    model.fit(*data(), verbose=0, callbacks=[kinds.EvaluateWithAverages()])
+    model.fit(*data(), verbose=0, callbacks=[E()])
 
 
 def with_ema(wrap=lambda opt: opt):
@@ -716,42 +638,39 @@ def with_ema(wrap=lambda opt: opt):
 
 def test_swap_ema_weights():
   """Keras's callback exchanges Keras's own averages, or says what is right."""
-  x, y = data()
-  w = wrapopt.keras
   scaled = keras.optimizers.LossScaleOptimizer
 
   def fit(wrap, *others):
     keras.utils.set_random_seed(0)
     model = make(with_ema(wrap), auto_scale_loss=False, run_eagerly=True)
     swap = callbacks.SwapEMAWeights(swap_on_epoch=True)
-    history = model.fit(x, y, 64, epochs=2, shuffle=False, verbose=0,
-                        validation_data=(x, y), callbacks=[*others, swap])
-    return values(model.weights), history.history["val_loss"]
+    logs = validated(model, *others, swap, batch_size=64, epochs=2,
+                     shuffle=False)
+    return values(model.weights), logs["val_loss"]
 
   want, losses = fit(lambda opt: opt)
-  for wrap in (lambda opt: w.Lookahead(opt, 1, 1.0),
-               lambda opt: scaled(w.Lookahead(opt, 1, 1.0)),
-               lambda opt: w.Lookahead(scaled(opt), 1, 1.0)):
+  for wrap in (lambda opt: wk.Lookahead(opt, 1, 1.0),
+               lambda opt: scaled(wk.Lookahead(opt, 1, 1.0)),
+               lambda opt: wk.Lookahead(scaled(opt), 1, 1.0)):
     got, its_losses = fit(wrap)
-    for g, v in zip(got, want, strict=True):
-      np.testing.assert_allclose(g, v, rtol=1e-5)
+    assert_close(got, want, rtol=1e-5)
     np.testing.assert_allclose(its_losses, losses, rtol=1e-5)
   text = ("SwapEMAWeights must not be used with a {}: it exchanges averages of "
           "Keras's use_ema, not those of {}. Use wrapopt.keras.EvaluateWithAv")
   for wrap, name in (
-      (w.MovingAverage, "MovingAverage"), (w.SWA, "SWA"),
-      (lambda opt: w.MovingAverage("sgd"), "MovingAverage"),
-      (lambda opt: w.ScheduleFree("sgd"), "ScheduleFree"),
-      (lambda opt: w.Lookahead(w.SWA(opt)), "SWA"),
-      (lambda opt: scaled(w.SWA(opt)), "SWA")):
+      (wk.MovingAverage, "MovingAverage"), (wk.SWA, "SWA"),
+      (lambda opt: wk.MovingAverage("sgd"), "MovingAverage"),
+      (lambda opt: wk.ScheduleFree("sgd"), "ScheduleFree"),
+      (lambda opt: wk.Lookahead(wk.SWA(opt)), "SWA"),
+      (lambda opt: scaled(wk.SWA(opt)), "SWA")):
     with pytest.raises(ValueError, match=text.format(name, name)):
       fit(wrap)
   with pytest.raises(ValueError, match=text.format("SWA", "SWA")):
-    fit(w.SWA, w.EvaluateWithAverages())
+    fit(wk.SWA, E())
   with pytest.raises(ValueError, match="must be used when `use_ema=True`"):
-    fit(lambda opt: w.Lookahead("sgd"))
+    fit(lambda opt: wk.Lookahead("sgd"))
   with pytest.raises(ValueError, match="must not contain a SwapEMAWeights"):
-    w.EvaluateWithAverages(callbacks.SwapEMAWeights())
+    E(callbacks.SwapEMAWeights())
 
 
 def swap_ema_weights_of(opt):
@@ -775,45 +694,44 @@ def swap_ema_weights_of(opt):
 
 def test_swap_ema_weights_goes_past_no_wrapper():
   """Keras follows `inner_optimizer`, and reads `use_ema` of several."""
-  w, scaled = wrapopt.keras, keras.optimizers.LossScaleOptimizer
-  gate = lambda opt: w.DropStaleGradient(opt, 1)
-  exact = [w.Lookahead, gate, lambda opt: scaled(gate(opt)),
-           lambda opt: w.Lookahead(scaled(opt))]
-  averaging = [w.MovingAverage, w.SWA, lambda opt: w.ScheduleFree("sgd"),
-               lambda opt: w.MovingAverage("sgd")]
+  scaled = keras.optimizers.LossScaleOptimizer
+  gate = lambda opt: wk.DropStaleGradient(opt, 1)
+  exact = [wk.Lookahead, gate, lambda opt: scaled(gate(opt)),
+           lambda opt: wk.Lookahead(scaled(opt))]
+  averaging = [wk.MovingAverage, wk.SWA, lambda opt: wk.ScheduleFree("sgd"),
+               lambda opt: wk.MovingAverage("sgd")]
   refused = [lambda opt, f=f, g=g: g(f(opt)) for f in averaging for g in (
       lambda opt: opt, scaled)] + [
-          lambda opt: w.MovingAverage(scaled(opt)),
-          lambda opt: w.MovingAverage(w.Lookahead(opt)),
-          lambda opt: w.SWA(gate(opt)),
-          lambda opt: w.Lookahead(w.SWA(opt)),
-          lambda opt: scaled(gate(w.MovingAverage("sgd")))]
+          lambda opt: wk.MovingAverage(scaled(opt)),
+          lambda opt: wk.MovingAverage(wk.Lookahead(opt)),
+          lambda opt: wk.SWA(gate(opt)), lambda opt: wk.Lookahead(wk.SWA(opt)),
+          lambda opt: scaled(gate(wk.MovingAverage("sgd")))]
   # Keras 3.12 has no MultiOptimizer.
   if hasattr(keras.optimizers, "MultiOptimizer"):
     def multi(first, second):
       return keras.optimizers.MultiOptimizer(
           keras.optimizers.OptimizerMap(second, {".*bias": first}))
 
-    exact += [lambda opt: multi(w.Lookahead(opt), with_ema()),
-              lambda opt: multi(gate(opt), w.Lookahead(with_ema())),
-              lambda opt: w.Lookahead(multi(opt, with_ema()))]
-    refused += [lambda opt: multi(w.SWA("sgd"), opt),
-                lambda opt: scaled(multi(w.MovingAverage("sgd"), opt)),
-                lambda opt: w.MovingAverage(multi(opt, with_ema())),
-                lambda opt: w.Lookahead(multi(opt, keras.optimizers.SGD()))]
+    exact += [lambda opt: multi(wk.Lookahead(opt), with_ema()),
+              lambda opt: multi(gate(opt), wk.Lookahead(with_ema())),
+              lambda opt: wk.Lookahead(multi(opt, with_ema()))]
+    refused += [lambda opt: multi(wk.SWA("sgd"), opt),
+                lambda opt: scaled(multi(wk.MovingAverage("sgd"), opt)),
+                lambda opt: wk.MovingAverage(multi(opt, with_ema())),
+                lambda opt: wk.Lookahead(multi(opt, keras.optimizers.SGD()))]
   for wrap in exact:
     assert swap_ema_weights_of(with_ema(wrap)) == [0, 0]
   for wrap in refused:
     with pytest.raises(ValueError, match=r"EvaluateWithAverages\(\) instead"):
       swap_ema_weights_of(with_ema(wrap))
   with pytest.raises(AttributeError, match="`use_ema` of a SWA must not be"):
-    w.SWA("sgd").use_ema = True
+    wk.SWA("sgd").use_ema = True
 
 
 def test_swa_counts_epochs():
   """Steps 5, 7, 9 of 2-step epochs: the ends of epochs 2, 3 and 4."""
   w = keras.Variable([0.0])
-  opt = wrapopt.keras.SWA(keras.optimizers.SGD(1.0), 2, steps_per_epoch=2)
+  opt = wk.SWA(keras.optimizers.SGD(1.0), 2, steps_per_epoch=2)
   for _ in range(10):
     opt.apply([tf.constant([-1.0])], [w])
   assert opt.average(w).numpy() == (6 + 8 + 10) / 3
@@ -821,17 +739,15 @@ def test_swa_counts_epochs():
   assert copied.get_config() == opt.get_config()
   assert opt.get_config()["steps_per_epoch"] == 2
   with pytest.raises(ValueError, match="`steps_per_epoch` must be at least 1"):
-    wrapopt.keras.SWA("sgd", steps_per_epoch=0)
+    wk.SWA("sgd", steps_per_epoch=0)
   x, y = data()
 
   def fit(inner, steps, outside=lambda opt: opt):
-    make(outside(wrapopt.keras.SWA(inner, steps_per_epoch=steps))).fit(
-        x, y, batch_size=16, verbose=0,
-        callbacks=[wrapopt.keras.EvaluateWithAverages()])
+    make(outside(wk.SWA(inner, steps_per_epoch=steps))).fit(
+        x, y, batch_size=16, verbose=0, callbacks=[E()])
 
   fit("sgd", 4)
-  for outside in (lambda opt: opt, wrapopt.keras.Lookahead,
-                  wrapopt.keras.MovingAverage):
+  for outside in (lambda opt: opt, wk.Lookahead, wk.MovingAverage):
     with pytest.raises(ValueError, match="number of steps in an epoch of "
                        "fit.., 4, got 2. Make the SWA with that number"):
       fit("sgd", 2, outside)
@@ -844,10 +760,9 @@ def test_swa_counts_epochs():
       lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(
           lambda *_: True), batches):
     for steps, executions in (8, 1), (7, 3), (9, 1), (5, 3):
-      model = make(wrapopt.keras.SWA("sgd", steps_per_epoch=steps))
+      model = make(wk.SWA("sgd", steps_per_epoch=steps))
       model.compile(model.optimizer, "mse", steps_per_execution=executions)
-      fit = lambda: model.fit(unknown(), verbose=0, callbacks=[
-          wrapopt.keras.EvaluateWithAverages()])
+      fit = lambda: model.fit(unknown(), verbose=0, callbacks=[E()])
       if (steps, executions) in [(8, 1), (7, 3)]:  # As good as is known.
         fit()
       else:
@@ -860,7 +775,6 @@ def test_swa_counts_epochs():
     ("after", False), ("inside", False), ("every epoch", False),
     ("by training", False), ("keeps raw", False)])
 def test_callbacks_that_keep_raw_weights(kind, raw, tmp_path):
-  E = wrapopt.keras.EvaluateWithAverages
   stopping = callbacks.EarlyStopping(restore_best_weights=True)
   save = lambda **kwargs: callbacks.ModelCheckpoint(
       str(tmp_path / "model.keras"), **kwargs)
@@ -873,12 +787,11 @@ def test_callbacks_that_keep_raw_weights(kind, raw, tmp_path):
       "every epoch": lambda: [E(), save(), callbacks.EarlyStopping()],
       "by training": lambda: [E(), save(save_best_only=True, monitor="loss")],
       "keeps raw": lambda: [E(), stopping]}[kind]()
-  x, y = data()
-  model = make(wrapopt.keras.MovingAverage(
+  model = make(wk.MovingAverage(
       "sgd", 0.9, keep_raw_weights=kind == "keeps raw"))
   with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=given)
+    validated(model, *given)
   name = "ModelCheckpoint" if kind == "checkpoint" else "EarlyStopping"
   assert [str(w.message) for w in seen if "raw weights" in str(w.message)] == [
       f"{name} keeps the raw weights of an epoch, and validation evaluates the "
@@ -888,40 +801,34 @@ def test_callbacks_that_keep_raw_weights(kind, raw, tmp_path):
 
 
 def test_only_one_puts_averages_in_place():
-  E = wrapopt.keras.EvaluateWithAverages
   x, y = data()
 
-  class Predict(callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      self.model.predict(x, verbose=0, callbacks=[E()])
-
+  predict = at_epoch_end(
+      lambda logs: model.predict(x, verbose=0, callbacks=[E()]))
   for given, error in [
       ([Worse(), E(decay=0.9), E()], r"another EvaluateWithAverages, callbacks"
        r"\[2\]. Pass all their callbacks to one; decay=\"all\" evaluates"),
       ([E([Worse(), E()])], r"in that of callbacks\[0\]: callbacks\[1\]"),
-      ([E(Predict())], r"set_model\(\) must not be called inside .* in a "
+      ([E(predict)], r"set_model\(\) must not be called inside .* in a "
        "callback of an EvaluateWithAverages, pass no other one to evaluate")]:
     model = make()
     with pytest.raises((ValueError, RuntimeError), match=error):
       model.fit(x, y, verbose=0, callbacks=given)
     assert model.optimizer.iterations == (2 if "set_model" in error else 0)
-  make().fit(x, y, verbose=0, callbacks=[E(), Predict()])
+  model = make()
+  model.fit(x, y, verbose=0, callbacks=[E(), predict])
 
 
 @pytest.mark.parametrize("name", keras_versions.cases([
     "MovingAverage", "SWA", "ScheduleFree"]))
 def test_weights_that_are_set_before_another_fit(name, tmp_path):
-  E = wrapopt.keras.EvaluateWithAverages
-  x, y = data()
-  model = make(getattr(wrapopt.keras, name)("sgd"))
+  model = make(getattr(wk, name)("sgd"))
   initial = model.get_weights()
 
   def warned(*given, **kwargs):
     with warnings.catch_warnings(record=True) as seen:
       warnings.simplefilter("always")
-      model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=given,
-                **kwargs)
+      validated(model, *given, **kwargs)
     return [str(w.message) for w in seen if "no longer" in str(w.message)]
 
   assert not warned(E()) and not warned(E())
@@ -966,7 +873,7 @@ class AtEpochEnd(callbacks.Callback):
 def test_callbacks_after_it_see_averages_at_the_end_of_an_epoch(
     decay, tmp_path):
   path = str(tmp_path / "best.weights.h5")
-  model = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  model = make(wk.MovingAverage("sgd", [0.9, 0.5]))
   x, y = data()
   wants, raw, batches = [], [], []
 
@@ -981,13 +888,12 @@ def test_callbacks_after_it_see_averages_at_the_end_of_an_epoch(
 
     def on_epoch_end(self, epoch, logs=None):
       raw.append(values(model.weights))
-      wants.append([model.optimizer.average(v, decay).numpy()
-                    for v in model.trainable_variables])
+      wants.append(averages(model, decay))
 
   after = AtEpochEnd()
   losses = fit(
       model, callbacks.BackupAndRestore(str(tmp_path / "backup")), Watch(),
-      wrapopt.keras.EvaluateWithAverages(decay=decay, swap_on_epoch=True),
+      E(decay=decay, swap_on_epoch=True),
       after, callbacks.ModelCheckpoint(path, save_best_only=True,
                                        save_weights_only=True), epochs=5)
   for got, want in zip(after.seen, wants, strict=True):
@@ -997,43 +903,37 @@ def test_callbacks_after_it_see_averages_at_the_end_of_an_epoch(
   assert_same(values(model.weights), wants[-1])
   assert 0 < losses.index(min(losses)) < 4
   # An optimizer that is not built, as KerasTuner loads it.
-  loaded = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  loaded = make(wk.MovingAverage("sgd", [0.9, 0.5]))
   loaded.load_weights(path)
-  for found in [], [wrapopt.keras.EvaluateWithAverages(decay=decay)]:
+  for found in [], [E(decay=decay)]:
     np.testing.assert_allclose(
         loaded.evaluate(x, y, verbose=0, callbacks=found), min(losses),
         rtol=1e-5)
 
 
 def test_early_stopping_after_it_restores_averages():
-  x, y = data()
   model = make()
-  found = wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)
+  found = E(swap_on_epoch=True)
   losses = fit(model, found, callbacks.EarlyStopping(
       patience=1, restore_best_weights=True), epochs=50)
   assert len(losses) < 50
-  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
-                             rtol=1e-5)
+  np.testing.assert_allclose(evaluate(model), min(losses), rtol=1e-5)
   assert_same(averages(model), values(model.weights))
   with pytest.raises(ValueError, match="nor may one come after a callback with "
                      "swap_on_epoch=True"):
-    fit(make(wrapopt.keras.MovingAverage("sgd", keep_raw_weights=True)), found,
+    fit(make(wk.MovingAverage("sgd", keep_raw_weights=True)), found,
         callbacks.EarlyStopping(restore_best_weights=True))
 
 
 def test_an_exception_of_a_callback_after_it_leaves_raw_weights():
   raw = []
 
-  class Raw(callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      raw[:] = values(self.model.weights)
-
   model = make()
-  found = wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)
+  keep = at_epoch_end(lambda logs: raw.append(values(model.weights)))
+  found = E(swap_on_epoch=True)
   with pytest.raises(Stop):
-    fit(model, Raw(), found, Fails("on_epoch_end"))
-  assert_same(values(model.weights), raw)
+    fit(model, keep, found, Fails("on_epoch_end"))
+  assert_same(values(model.weights), raw[-1])
   assert not model.optimizer._store.state.block.is_entered()
   given = callbacks.CallbackList([found, AtEpochEnd()], model=model)
   given.set_model(model)  # Once more.
@@ -1042,7 +942,7 @@ def test_an_exception_of_a_callback_after_it_leaves_raw_weights():
 
 def test_a_backup_after_it_is_refused(tmp_path):
   path = tmp_path / "backup"
-  found = wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)
+  found = E(swap_on_epoch=True)
   with pytest.raises(ValueError, match="BackupAndRestore must not come after "
                      ".* Pass it to fit.. before EvaluateWithAverages"):
     fit(make(), found, callbacks.BackupAndRestore(str(path)))
@@ -1050,12 +950,12 @@ def test_a_backup_after_it_is_refused(tmp_path):
   with pytest.raises(ValueError, match="must be in the list of callbacks of f"):
     found.set_model(make())
   with pytest.raises(TypeError, match="`swap_on_epoch` must be True or False"):
-    wrapopt.keras.EvaluateWithAverages(swap_on_epoch=1)
+    E(swap_on_epoch=1)
 
 
 def test_copies_of_the_callback(tmp_path):
   """KerasTuner copies callbacks before each trial, and not what they read."""
-  x, y = data()
+  x = data()[0]
   batches = tf.data.Dataset.from_tensor_slices(x).batch(16)
 
   def build():
@@ -1063,20 +963,17 @@ def test_copies_of_the_callback(tmp_path):
     model = keras.Sequential([
         keras.Input((3,)), keras.layers.Dense(4),
         keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-    model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), "mse",
-                  jit_compile=False)
+    model.compile(wk.MovingAverage("sgd", [0.9, 0.5]), "mse", jit_compile=False)
     return model
 
   given = [
-      wrapopt.keras.Snapshots(str(tmp_path / "{}"), 2),
-      wrapopt.keras.EvaluateWithAverages(
-          callbacks.EarlyStopping(restore_best_weights=True), decay="all",
-          recalibrate=batches, swap_on_epoch=True)]
+      wk.Snapshots(str(tmp_path / "{}"), 2),
+      E(callbacks.EarlyStopping(restore_best_weights=True), decay="all",
+        recalibrate=batches, swap_on_epoch=True)]
   found = []
   for copied in map(lambda f: f(given), [lambda x: x, copy.deepcopy]):
     assert copied[1]._dataset is batches
-    found.append(build().fit(x, y, validation_data=(x, y), verbose=0,
-                             callbacks=copied).history)
+    found.append(validated(build(), *copied))
   assert found[0] == found[1]
   assert set(found[0]) == {"loss", "val_loss", "val_loss_0.5"}
   assert copied[1]._callbacks[0] is not given[1]._callbacks[0]

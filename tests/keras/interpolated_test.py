@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
 import keras_versions
 import numerics
 import interpolated_model
@@ -53,8 +54,7 @@ def points(opt, v):
 
 
 def assert_points(opt, v, model, rtol, atol=0.0):
-  for got, want in zip(points(opt, v), (model.x, model.y, model.z)):
-    np.testing.assert_allclose(got, want, rtol, atol)
+  arrays.assert_close(points(opt, v), (model.x, model.y, model.z), rtol, atol)
 
 
 @pytest.mark.parametrize("make, want", [
@@ -165,9 +165,8 @@ def test_a_sparse_gradient_is_the_dense_one(mode, wrapper):
     for i, step in enumerate(steps):
       step(full if i % 2 else slices)
   for i in (0, 2):
-    for got, want in zip(points(opts[i], tables[i]),
-                         points(opts[i + 1], tables[i + 1])):
-      np.testing.assert_allclose(got, want, rtol=1e-6)
+    arrays.assert_close(points(opts[i], tables[i]),
+                        points(opts[i + 1], tables[i + 1]), rtol=1e-6)
   # Rows without a gradient move, too: y to z.
   assert (tables[0].numpy()[0] != START[0]).all()
 
@@ -187,15 +186,13 @@ def test_after_the_end_the_training_goes_on(wrapper):
   other, w = trained(wrapper(K.SGD(0.5)))
   x, _, z = points(opt, v)
   opt.finalize_variable_values([v])
-  for got, want in zip(points(opt, v), (x, x, z)):
-    numerics.assert_same_bits(got, want)
+  arrays.assert_same_bits(points(opt, v), (x, x, z))
   opt.finalize_variable_values([v])
   numerics.assert_same_bits(v.numpy(), x)
   for _ in range(3):
     opt.apply([tf.ones(v.shape)], [v])
     other.apply([tf.ones(w.shape)], [w])
-  for got, want in zip(points(opt, v), points(other, w)):
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+  arrays.assert_close(points(opt, v), points(other, w), rtol=1e-5)
   kept, v = trained(sgd(keep_raw_weights=True))
   y = v.numpy()
   kept.finalize_variable_values([v])
@@ -232,8 +229,7 @@ def test_accumulated_and_skipped_steps(inner, mode, wrapper):
           numerics.assert_same_bits(x.numpy(), want)
     if len(grads) > 1:
       stock.apply([tf.fill([2], (grads[0] + grads[-1]) / 2)], [w])
-  for got, want in zip(points(opt, v), points(stock, w)):
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+  arrays.assert_close(points(opt, v), points(stock, w), rtol=1e-6)
   assert v.numpy()[0] < 1.75
 
 
@@ -274,8 +270,7 @@ def stepping_on_some(step):
   for some in SOME:
     before, held = held, step(some)
     for name in set(before) - set(some if some != END else "abc"):
-      for got, want in zip(held[name], before[name]):
-        numerics.assert_same_bits(got, want)
+      arrays.assert_same_bits(held[name], before[name])
 
 
 def on_some(some, grad=lambda i: i - 0.5):
@@ -394,8 +389,7 @@ def test_mirrored(wrapper, make, function, tmp_path):
       for local in locals_of(v):
         np.testing.assert_allclose(local, alone.average(w), *wide)
   for v, want in zip(variables, raw):
-    for local, before in zip(locals_of(v), want):
-      numerics.assert_same_bits(local, before)
+    arrays.assert_same_bits(locals_of(v), want)
   # Checkpoints, of replicas and of one process, to both.
   saved = [points(alone, w) for w in others]
   paths = [tf.train.Checkpoint(opt=o, v=v).save(str(tmp_path / "c"))
@@ -429,8 +423,7 @@ def test_a_failed_step_changes_nothing(wrapper):
   fails = True
   with pytest.raises(ArithmeticError):
     opt.apply([tf.ones(v.shape)], [v])
-  for got, want in zip(points(opt, v), before):
-    numerics.assert_same_bits(got, want)
+  arrays.assert_same_bits(points(opt, v), before)
 
 
 @pytest.mark.parametrize("make, error, message", [
@@ -530,11 +523,6 @@ def fit(model, epochs=1, **more):
                    verbose=0, **more)
 
 
-def assert_same_weights(got, want, rtol=0.0):
-  for a, b in zip(got, want):
-    np.testing.assert_allclose(a, b, rtol, atol=rtol)
-
-
 @EACH
 def test_fit_evaluates_and_ships_x(wrapper):
   model = model_of(wrapper("adam"))
@@ -549,13 +537,13 @@ def test_fit_evaluates_and_ships_x(wrapper):
       callbacks=[wk.EvaluateWithAverages([See()])])
   opt = model.optimizer
   x = [opt.average(v).numpy() for v in model.trainable_variables]
-  assert_same_weights(model.get_weights(), x)
+  arrays.assert_same(model.get_weights(), x)
   # It has evaluated x in each epoch.
-  assert_same_weights(seen[-1][1:], x)
+  arrays.assert_same(seen[-1][1:], x)
   np.testing.assert_allclose(seen[-1][0], model.evaluate(*data(), verbose=0),
                              rtol=1e-6)
   copied = opt.averaged_model(model)
-  assert_same_weights(copied.get_weights(), x)
+  arrays.assert_same(copied.get_weights(), x)
   before = model.get_weights()
   fit(model)
   assert any((a != b).any() for a, b in zip(before, model.get_weights()))
@@ -583,11 +571,6 @@ def test_recalibrated_batch_norm():
 
 def model_points(model):
   return [x for v in model.weights for x in points(model.optimizer, v)]
-
-
-def assert_all_same_bits(got, want):
-  for a, b in zip(got, want, strict=True):
-    numerics.assert_same_bits(a, b)
 
 
 def x_in_some(model):
@@ -630,15 +613,15 @@ def test_keras_files(holds, way, wrapper, tmp_path):
       loaded.optimizer.build(loaded.weights)
   if way == "model":
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
-  assert_all_same_bits(model_points(loaded), model_points(model))
+  arrays.assert_same_bits(model_points(loaded), model_points(model))
   for is_frozen in (True, False) if holds == "x in some" else ():
     for x in (loaded, model):
       freeze(x, is_frozen)
       x.train_on_batch(*data())
-    assert_all_same_bits(model_points(loaded), model_points(model))
+    arrays.assert_same_bits(model_points(loaded), model_points(model))
   for x in (loaded, model):
     fit(x)
-  assert_all_same_bits(model_points(loaded), model_points(model))
+  arrays.assert_same_bits(model_points(loaded), model_points(model))
 
 
 @EACH
@@ -655,8 +638,7 @@ def test_a_file_of_averages_in_place(holds, wrapper, tmp_path):
   loaded = keras.saving.load_model(path)
   for v, w in zip(model.trainable_variables, loaded.trainable_variables):
     x, _, z = points(opt, v)
-    for got, want in zip(points(loaded.optimizer, w), (x, x, z)):
-      numerics.assert_same_bits(got, want)
+    arrays.assert_same_bits(points(loaded.optimizer, w), (x, x, z))
 
 
 def test_files_without_its_state(tmp_path):
@@ -678,5 +660,5 @@ def test_snapshots_hold_x(tmp_path):
   [file] = [f for f in os.listdir(tmp_path) if f.endswith(".weights.h5")]
   other = model_of("sgd")
   other.load_weights(str(tmp_path / file))
-  assert_same_weights(other.get_weights(), [
+  arrays.assert_same(other.get_weights(), [
       model.optimizer.average(v) for v in model.trainable_variables])
