@@ -40,8 +40,8 @@ struct Update {
   // Whether it is computed in double, or in float.
   bool is_double = false;
   // If `accept` is not 0, it is the address of a bool: the step is taken if it
-  // is true when the launch runs. Then `numbers` is the address of doubles: they
-  // take the place of the scalars, weights and rates above, in that order.
+  // is true when the launch runs. Then `numbers` is the address of doubles,
+  // which take the place of the scalars, weights and rates, in that order.
   Address accept = 0;
   Address numbers = 0;
   // The log2 of a block's elements, 3 to 15; 0 lets the launcher choose.

@@ -55,7 +55,7 @@ struct Header {
   // each of its accesses is 512 bytes without gaps.
   uint8_t is_dense : 1;
   uint8_t is_lazy : 1;  // Whether the targets are.
-  // Whether the table has addresses of numbers, which are not known on the host.
+  // Whether the table has addresses of numbers, which the host does not know.
   uint8_t is_indirect : 1;
 };
 
