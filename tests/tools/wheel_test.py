@@ -31,8 +31,9 @@ LIBRARIES = ["wrapopt/_wrapopt_native.so", f"wrapopt/{OPS}.so",
              "wrapopt/bench/_stream_limit.so"]
 # The C functions that each exports.
 EXPORTS = {
-    "_wrapopt_native.so": {"wrapopt_cpu_isa", "wrapopt_facts", "wrapopt_gpus",
-                           "wrapopt_step"},
+    "_wrapopt_native.so": {
+        "wrapopt_add_decoded", "wrapopt_cpu_isa", "wrapopt_encode",
+        "wrapopt_facts", "wrapopt_gpus", "wrapopt_step"},
     f"{OPS}.so": set(),
     "_stream_limit.so": {"wrapopt_stream_pass"},
 }
