@@ -340,6 +340,13 @@ def test_no_snapshots_while_averages_are_in_place(tmp_path):
   snapshots = wk.Snapshots(str(tmp_path), 1)
   with pytest.raises(ValueError, match="must not contain a Snapshots: while"):
     E([snapshots])
+  model = trained()
+  snapshots.set_model(model)
+  snapshots.on_train_begin()
+  with model.optimizer.averaged_weights():
+    with pytest.raises(RuntimeError, match="must not be called inside"):
+      snapshots._write(1)
+  snapshots.on_train_end()
 
 
 def test_each_of_several_decays():
