@@ -97,9 +97,8 @@ absl::Status OuterStepOf(OpKernelContext* ctx, double lr, double momentum,
 // Moves value i by the code of an update and of what the last code has lost.
 void Move(OpKernelContext* ctx, Code code, const Tensor& update, size_t i,
           Center* center, Isa isa) {
-  float* const error = static_cast<float*>(center->errors[i].data());
-  Encode(ctx, code, isa, update, /*center=*/nullptr, error, &center->codes[i],
-         error);
+  Encode(ctx, code, isa, update,
+         static_cast<float*>(center->errors[i].data()), &center->codes[i]);
   Decode(ctx, code, isa, center->values[i], center->codes[i], /*rate=*/nullptr,
          &center->values[i]);
 }

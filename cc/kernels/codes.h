@@ -39,19 +39,17 @@ void ForBlocks(tensorflow::OpKernelContext* ctx, Code code, int64_t numbers,
               });
 }
 
-// As EncodeFn. `center` may be nullptr.
+// As EncodeFn without a center. `error` gets the new one.
 inline void Encode(tensorflow::OpKernelContext* ctx, Code code, Isa isa,
-                   const tensorflow::Tensor& values, const float* center,
-                   const float* error, tensorflow::Tensor* coded,
-                   float* new_error) {
+                   const tensorflow::Tensor& values, float* error,
+                   tensorflow::Tensor* coded) {
   const Number number = NumberOf(values.dtype());
   const EncodeFn encode = FindEncode(code, number, isa);
   const char* const data = static_cast<const char*>(values.data());
   ForBlocks(ctx, code, values.NumElements(), coded->data(),
             [&](int64_t first, int64_t count, char* bytes) {
-              encode(data + first * SizeOf(number),
-                     center == nullptr ? nullptr : center + first,
-                     error + first, count, bytes, new_error + first);
+              encode(data + first * SizeOf(number), /*center=*/nullptr,
+                     error + first, count, bytes, error + first);
             });
 }
 

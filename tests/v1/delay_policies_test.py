@@ -245,6 +245,23 @@ def cluster():
   yield servers[1].target
 
 
+def late_step(opt, step, other_loss, own_loss):
+  """A loss, and the op of its step, which comes after another one.
+
+  Args:
+    opt: The gate.
+    step: The global step.
+    other_loss: A function that returns the loss of the other step.
+    own_loss: A function of the op of the other step, which returns the loss.
+  """
+  with opt.record_step():
+    loss = other_loss()
+  other = opt.minimize(loss, step)
+  with opt.record_step():
+    loss = own_loss(other)
+  return loss, opt.minimize(loss, step)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
   with tf.device("/job:ps/task:0/cpu:0"):
@@ -252,12 +269,8 @@ def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
     step = v1.get_or_create_global_step()
   with tf.device("/job:worker/task:0/cpu:0"):
     opt = Drop(inner(0), 5, policy=POLICIES[policy])
-    with opt.record_step():
-      other_loss = loss_of(w)
-    other = opt.minimize(other_loss, step)
-    with opt.record_step():
-      loss = with_a_step_between(w, lambda: session.run(other))
-    train = opt.minimize(loss, step)
+    loss, train = late_step(opt, step, lambda: loss_of(w), lambda other: (
+        with_a_step_between(w, lambda: session.run(other))))
   [*_, origin] = [op for op in ancestors(loss.op)
                   if op.type in ("ReadVariableOp", "DeepCopy") and
                   op.outputs[0].shape == w.shape]
@@ -302,12 +315,9 @@ def test_an_embedding_in_a_graph(kind, lookups, policy):
     return sum(with_a_step_between(r, take if i == 0 else lambda: None)
                for i, r in enumerate(rows))
 
-  with opt.record_step():
-    other_loss = loss_of_rows(others)
-  other = opt.minimize(other_loss, step)
-  with opt.record_step():
-    loss = loss_of_rows(batches, lambda: session.run(other))
-  train = opt.minimize(loss, step)
+  loss, train = late_step(
+      opt, step, lambda: loss_of_rows(others), lambda other: (
+          loss_of_rows(batches, lambda: session.run(other))))
   slots = list(slots_of(opt, table).values())
   with session_of() as session:
     session.run(train)

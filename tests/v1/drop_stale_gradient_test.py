@@ -644,7 +644,7 @@ def test_applied_inside_of_what_it_was_computed_outside(graph, inside):
   with session_of() as session:
     session.run(train)
     assert session.run([w, step]) == [6, 1]
-    # Of weights that lack this update.
+    # This gradient is of weights that lack the update.
     session.run(late, {recorded: 0})
     assert session.run([w, step]) == [6, 1]
     session.run(late)

@@ -386,7 +386,7 @@ class Trained:
 
 
 class Stock(Trained):
-  """What tf.contrib.opt.MovingAverageOptimizer made, of what it was made of."""
+  """The parts of which tf.contrib.opt.MovingAverageOptimizer was made."""
 
   def make(self, inner):
     with tf.control_dependencies([descend(inner, *self.variables,

@@ -1084,7 +1084,7 @@ def test_a_strategy_in_a_graph(strategy, fused, tmp_path):
       graph.finalize()
 
       def check(*want, which=slice(None)):
-        # Of w and of h: the values that are in any replica.
+        # For w and for h, all replicas have these values.
         assert [[{float(y[0]) for y in x} for x in row] for row in session.run(
             [row[which] for row in values])] == [[{x} for x in want]] * 2
 

@@ -353,7 +353,7 @@ def test_untrained_variables_are_exchanged(kind, fused, trained, tmp_path):
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", ["eager", *GRAPH_MODES], indirect=True)
 def test_steps_that_a_gate_drops_and_those_between_updates(kind, fused):
-  """Of a variable that has an average, one that has none, and a statistic."""
+  """One variable has an average, one has none, and one is a statistic."""
   step = v1.Variable(0, dtype=tf.int64, name="step", use_resource=True)
   v, mean, moving, _ = with_statistic(
       kind, lambda opt: opt, average_decay=0.5, fused=fused, update_every=2)
