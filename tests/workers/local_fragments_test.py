@@ -18,7 +18,6 @@ import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _fragments
 from wrapopt._local import _member
-from wrapopt._local import _server
 from wrapopt._local import _settings
 
 # Variables of 3, 4, 1 and 6 numbers, in fragments [3], [4, 1] and [6].
@@ -116,27 +115,6 @@ def test_a_step_returns_while_values_travel():
   local.step()  # It has sent 6 in round 1.
   other.step(steps=4)
   assert v.numpy() == [(6 + 3) / 2]
-
-
-@pytest.mark.parametrize("overlap_steps, nicer", [(0, 0), (1, 10)])
-def test_values_that_travel_give_way_to_steps(
-    overlap_steps, nicer, servers, monkeypatch):
-  found = []
-
-  def note(method):
-    def noted(self, *args, **kwargs):
-      found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-      return method(self, *args, **kwargs)
-    return noted
-
-  # The thread of the exchange, and the threads for each server.
-  monkeypatch.setattr(_member.Member, "sync", note(_member.Member.sync))
-  monkeypatch.setattr(_server.Server, "stage", note(_server.Server.stage))
-  local = make(zeros(), servers, sync_every=2, overlap_steps=overlap_steps)
-  found.clear()  # What the worker that begins has sent.
-  train(local, 3)
-  own = os.getpriority(os.PRIO_PROCESS, 0)
-  assert found == [min(own + nicer, 19)] * (1 + len(servers))
 
 
 def test_all_fragments_are_of_the_worker_that_begins(servers, monkeypatch):

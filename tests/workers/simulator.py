@@ -177,8 +177,7 @@ class Thread:
 class BackgroundCall(Thread):
   """Stands for `_interrupts.Call`: another thread of the same process."""
 
-  def __init__(self, function, niceness):
-    del niceness  # Time is virtual.
+  def __init__(self, function):
     owner = Session.world.current
     self._function, self._outcome = function, None
     super().__init__(owner.world, owner.name, BackgroundCall._call)

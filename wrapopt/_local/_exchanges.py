@@ -113,8 +113,7 @@ class Exchanges:
       The numbers of steps and examples, and that of steps at which the next
       turn is due.
     """
-    # Codes need the processor while the inner steps do.
-    call = _interrupts.Call(self._sync(f, steps, examples, values), niceness=10)
+    call = _interrupts.Call(self._sync(f, steps, examples, values))
     # Python must not end while the thread is in TensorFlow.
     atexit.register(call.stop)
     self._exchange = Exchange(f, int(steps), int(examples), call)

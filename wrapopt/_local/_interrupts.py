@@ -109,23 +109,12 @@ class Call:
   `stop` ends it as Ctrl-C ends a call in the main thread.
   """
 
-  def __init__(self, function, niceness=0):
-    """Begins it.
-
-    Args:
-      function: A function.
-      niceness: By how much its thread, and those that it starts, give way to
-        the others of this machine: see nice(1).
-    """
+  def __init__(self, function):
     self._done, self._stopped = threading.Event(), threading.Event()
     self._outcome = None
-    threading.Thread(
-        target=self._work, args=[function, niceness], daemon=True).start()
+    threading.Thread(target=self._work, args=[function], daemon=True).start()
 
-  def _work(self, function, niceness):
-    if niceness:  # On Linux, a thread has one of its own.
-      thread = os.PRIO_PROCESS, threading.get_native_id()
-      os.setpriority(*thread, os.getpriority(*thread) + niceness)
+  def _work(self, function):
     _here.is_over = self._stopped.is_set
     try:
       self._outcome = function(), None
