@@ -26,8 +26,9 @@ def pytest_room(
     Args:
       args, data, deps, tags, timeouts: what some files have, by file.
       exclude: files that have targets of their own.
-      nightly: what runs only with `./tools/test --nightly`, because it takes
-        long and is rarely red: {file: as of pytest_test}.
+      nightly: what runs only with `./tools/test --nightly`, beside parts of
+        grids, because it takes long and is rarely red: {file: as of
+        pytest_test}.
       together: files whose tests leave the process as it was. together_test
         runs them in one process, which imports TensorFlow once. Their own
         targets run only by name. At most one of them makes replicas: the
@@ -67,9 +68,9 @@ def pytest_room(
         _pytest_test(
             name = "together_test",
             srcs = together,
-            args = [
+            args = ["--cases=day"] + ([
                 "-k='not (%s)'" % " or ".join(at_night),
-            ] if at_night else [],
+            ] if at_night else []),
             data = [file for src in together for file in data.get(src, [])],
             with_keras = together[0] in have_keras,
             deps = [":helpers"],
@@ -87,9 +88,9 @@ def pytest_test(
     Args:
       src: the file.
       name: the target's name, by default the file's.
-      nightly: the cases that run at night alone, as an expression of pytest's
-        -k; "all" for all of them. The target has the others, and
-        X_nightly_test these.
+      nightly: cases that run at night alone, as an expression of pytest's -k;
+        "all" for all of them. Of the others, the target has those of the day:
+        see cases.py. X_nightly_test has what it leaves out.
       args: arguments of pytest.
       tags: as of any test.
       **kwargs: as of _pytest_test.
@@ -97,15 +98,17 @@ def pytest_test(
     name = name or src[:-len(".py")]
     if nightly == "all":
         tags = tags + _NIGHTLY
-    elif nightly:
+    else:
+        if nightly:
+            args = args + ["-k='not (%s)'" % nightly]
         _pytest_test(
             name = name[:-len("test")] + "nightly_test",
             srcs = [src],
-            args = args + ["-k='%s'" % nightly],
+            args = args + ["--cases=night"],
             tags = tags + _NIGHTLY,
             **kwargs
         )
-        args = args + ["-k='not (%s)'" % nightly]
+        args = args + ["--cases=day"]
     _pytest_test(name = name, srcs = [src], args = args, tags = tags, **kwargs)
 
 def _pytest_test(
@@ -123,7 +126,10 @@ def _pytest_test(
         # "long": each process imports TensorFlow, which takes long on a slow
         # machine.
         timeout = timeout,
-        srcs = srcs + [main],
+        srcs = srcs + [
+            main,
+            "//tools:cases.py",
+        ],
         main = main,
         args = ["$(rootpath %s)" % src for src in srcs] + args,
         # The list of installed packages: a changed venv reruns the tests.

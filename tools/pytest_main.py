@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import cases
+
 
 def main():
   args = list(sys.argv[1:])
@@ -13,7 +15,7 @@ def main():
     args.append(f"--junitxml={xml}")
   only = os.environ.get("TESTBRIDGE_TEST_ONLY")  # bazel test --test_filter=...
   if only:
-    args.append(f"-k={only}")
+    args += [f"-k={only}", "--cases=all"]
   scratch = os.environ.get("TEST_TMPDIR")
   if scratch:
     args.append(f"--basetemp={scratch}/pytest")
@@ -22,7 +24,10 @@ def main():
     os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = scratch
   # The runfiles tree is read-only.
   args += ["-p", "no:cacheprovider", "--rootdir", os.getcwd(), "-q", "-rs"]
-  return pytest.main(args)
+  status = pytest.main(args, plugins=[cases.Cases()])
+  # The night may have no case that the day has not.
+  return 0 if "--cases=night" in args and (
+      status == pytest.ExitCode.NO_TESTS_COLLECTED) else status
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ import types
 
 import pytest
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import cases  # pylint: disable=wrong-import-position
+
 ROOMS = ("ops", "both", "v1", "checkpoints", "files", "keras", "programs",
          "workers", "fuzz")
 # A test hangs after _LEAST seconds and _TIMES its own.
@@ -80,7 +84,8 @@ def _pytest(copy, file, scratch, plugin, *args):
   return pytest.main(
       [str(copy / file), "-q", "-p", "no:cacheprovider", "-p",
        "no:faulthandler", "--import-mode=importlib", f"--rootdir={copy}",
-       f"--basetemp={scratch}/pytest", *args], plugins=[plugin])
+       f"--basetemp={scratch}/pytest", *args],
+      plugins=[plugin, cases.Cases()])
 
 
 def nightly(room):
@@ -222,7 +227,8 @@ class Reached:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
           scratch = pathlib.Path(scratch)
-          chosen = [f"-k=not ({at_night})"] if at_night else []
+          chosen = ["--cases=day"] + (
+              [f"-k=not ({at_night})"] if at_night else [])
           run = lambda: _measure(self._copy, file, chosen, scratch, known)  # pylint: disable=cell-var-from-loop
           status = _child(self._copy, room, self._folder / f"{room}-{stem}.log",
                           3600, run)
