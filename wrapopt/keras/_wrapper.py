@@ -24,7 +24,7 @@ from wrapopt.keras._steps import _views
 from wrapopt.keras._variables import path_of, value_of
 
 
-class WrapperOptimizer(keras.optimizers.Optimizer):
+class WrapperOptimizer(_attributes.InnerAttributes, keras.optimizers.Optimizer):
   """A Keras optimizer around another one, with averages of the weights.
 
   Learning rate, count of steps, clipping, accumulation, weight decay and loss
@@ -43,10 +43,6 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
   changes_weights = False
   in_op = False
   is_gate = False
-
-  # The `_averaging.Averages` that replace the weights, or None. Its class is
-  # also one of `_public_methods.PublicMethods`.
-  _averages: Any = None
 
   # TensorFlow tracks the inner optimizer instead, see `_trackable_children`.
   _self_setattr_tracking = False
@@ -75,151 +71,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer):
     # The inner optimizer's count replaces that of Keras's constructor.
     self._untrack_variable(self._iterations)
     vars(self)["_iterations"] = optimizer._iterations
-    self._inside = _Inside(optimizer)
+    self._inside = _attributes.Inside(optimizer)
     _methods.check(self, self._optimizers())
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     self._store = _store.Store(self)
 
-  @property
-  def inner_optimizer(self) -> keras.optimizers.Optimizer:
-    """The optimizer that this wraps, as in Keras's LossScaleOptimizer."""
-    if _attributes.is_asked_by_swap_ema_weights():
-      # It would go past this wrapper, into the inner optimizer. Without the
-      # attribute, it reads `_model_variables_moving_average` here.
-      raise AttributeError(
-          "SwapEMAWeights must read averages of the wrapper, got a read of its "
-          "inner_optimizer.")
-    return self._inside.optimizer
-
   def __dir__(self):
     # Keras saves what `dir` lists: the inner optimizer would be in files twice.
     return [name for name in super().__dir__() if name != "inner_optimizer"]
-
-  # Keras's attributes and methods of an optimizer
-
-  @property
-  def iterations(self):
-    return self.inner_optimizer.iterations
-
-  @property
-  def learning_rate(self):
-    return self.inner_optimizer.learning_rate
-
-  @learning_rate.setter
-  def learning_rate(self, learning_rate):
-    self.inner_optimizer.learning_rate = learning_rate
-
-  weight_decay = _attributes.forwarded("weight_decay")
-  clipnorm = _attributes.forwarded("clipnorm")
-  global_clipnorm = _attributes.forwarded("global_clipnorm")
-  clipvalue = _attributes.forwarded("clipvalue")
-  gradient_accumulation_steps = _attributes.forwarded(
-      "gradient_accumulation_steps")
-
-  @property
-  def use_ema(self):
-    """Whether an optimizer inside keeps Keras's own averages."""
-    if not _attributes.is_made(self):
-      return False
-    if _attributes.is_asked_by_swap_ema_weights():
-      # It asks each optimizer of a MultiOptimizer around this; after a False,
-      # the next one.
-      for wrapper in self._wrappers():
-        wrapper._refuse_swap_ema_weights()
-    return any(opt.use_ema for opt in _views.innermost(self))
-
-  @use_ema.setter
-  def use_ema(self, value):
-    if _attributes.is_made(self):  # Else, Keras's constructor sets it.
-      raise AttributeError(
-          f"`use_ema` of a {type(self).__qualname__} must not be set, got "
-          f"{value!r}. Pass it to the optimizer inside.")
-
-  @property
-  def loss_scale_factor(self):
-    if not _attributes.is_made(self):
-      return None
-    scaling = self._loss_scaling()
-    if scaling is None:
-      return self.inner_optimizer.loss_scale_factor
-    return scaling.dynamic_scale if scaling.built else scaling.initial_scale
-
-  @loss_scale_factor.setter
-  def loss_scale_factor(self, factor):
-    if not _attributes.is_made(self):
-      return
-    # A LossScaleOptimizer of Keras sets it in its inner optimizer.
-    if self._loss_scaling() is not None:
-      raise ValueError(
-          f"`loss_scale_factor` of a {type(self).__qualname__} around a "
-          "LossScaleOptimizer must not be set, neither by the user nor by "
-          "another LossScaleOptimizer around it: gradients would be unscaled "
-          "twice. Pass auto_scale_loss=False to compile(), which otherwise "
-          "wraps the optimizer of a mixed_float16 model in one.")
-    self.inner_optimizer.loss_scale_factor = factor
-
-  def _loss_scaling(self):
-    """The LossScaleOptimizer inside, or None."""
-    return next((x for x in _views.within(self)
-                 if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
-
-  def scale_loss(self, loss):
-    return self.inner_optimizer.scale_loss(loss)
-
-  def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
-    for opt in _views.innermost(self):
-      opt.exclude_from_weight_decay(var_list, var_names)
-
-  def finalize_variable_values(self, var_list: Any) -> None:
-    """Sets variables to their averages, as Keras does at the end of `fit`.
-
-    With `keep_raw_weights`, and if no average replaces weights, they keep their
-    values.
-
-    Args:
-      var_list: Variables that the optimizer was built with.
-
-    Raises:
-      RuntimeError: Without `keep_raw_weights`, if the averages are in place of
-        the weights, or a variable that has an average has left its layer. Then,
-        no variable is set.
-    """
-    averages = self._averages if self.built else None
-    if averages is not None:
-      averages.before_end()
-    self.inner_optimizer.finalize_variable_values(var_list)
-    if averages is not None:
-      averages.end(var_list)
-
-  @property
-  def _model_variables_moving_average(self):
-    """Averages of `use_ema`, which Keras's callback SwapEMAWeights reads."""
-    for wrapper in self._wrappers():
-      wrapper._refuse_swap_ema_weights()
-    averages = {
-        opt._var_key(v): average for opt in _views.innermost(self)
-        if opt.use_ema and opt.built for v, average in zip(
-            opt._trainable_variables, opt._model_variables_moving_average)}
-    keys = list(map(self._var_key, self._trainable_variables))
-    if not averages:  # As in an optimizer of Keras without use_ema.
-      raise AttributeError("_model_variables_moving_average")
-    if any(key not in averages for key in keys):
-      raise ValueError(
-          f"SwapEMAWeights must not be used with a {type(self).__qualname__} "
-          "around several optimizers of which only some have use_ema=True. "
-          "Pass it to all of them, or use wrapopt.keras.MovingAverage and "
-          "EvaluateWithAverages() instead.")
-    return [averages[key] for key in keys]
-
-  def _refuse_swap_ema_weights(self):
-    """Raises an error if an evaluation should not use those of `use_ema`."""
-    if self._averages is not None:
-      name = type(self).__name__
-      raise ValueError(
-          f"SwapEMAWeights must not be used with a {name}: it exchanges "
-          f"averages of Keras's use_ema, not those of {name}. Use "
-          "wrapopt.keras.EvaluateWithAverages() instead.")
 
   # Steps
 
@@ -600,15 +459,3 @@ _first_steps = threading.RLock()
 
 def _no_rate():
   """A learning rate for Keras's constructor, which makes no variable for it."""
-
-
-class _Inside:
-  """The optimizer inside, which neither Keras nor TensorFlow tracks here.
-
-  Attributes:
-    optimizer: It.
-    view: Its view, once it is built.
-  """
-
-  def __init__(self, optimizer):
-    self.optimizer, self.view = optimizer, None
