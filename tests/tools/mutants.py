@@ -222,7 +222,7 @@ def _mutants():
           "self._sums = any(f.sum_duplicates for f in wrappers)",
           "self._sums = True", "//tests/keras:lazy_test")
   yield m("Keras: what a checkpoint lacks replaces a later file's values",
-          "wrapopt/keras/_averages/_state.py",
+          "wrapopt/keras/_averages/_keras_files.py",
           "self._before_late = self._completed =", "self._before_late =",
           "//tests/keras:saving_test")
   yield m("Keras: callbacks after swap_on_epoch see raw weights",

@@ -15,6 +15,9 @@ import zlib
 
 import numpy as np
 
+# The last part of the key of what tells it.
+KEY = "variables"
+
 
 class Owner(typing.NamedTuple):
   """The variable of an average.
