@@ -309,6 +309,7 @@ def test_a_step_does_not_touch_v_0():
     (lambda: wrapopt.BEMA(lag=0.5), ValueError, "`lag` must be finite and at "
      "least 1, got 0.5"),
     (lambda: wrapopt.BEMA(bias_power=-1), ValueError, "`bias_power` must be"),
+    (lambda: wrapopt.BEMA(ema_power=-0.5), ValueError, "`ema_power` must be"),
     (lambda: wrapopt.BEMA(ema_power="a"), TypeError, "`ema_power` must be"),
     (lambda: wrapopt.BEMA(burn_in=1.5), TypeError, "must be an integer, got 1"),
     (lambda: wk.MovingAverage(K.SGD(), wrapopt.BEMA(burn_in=3), update_every=2),

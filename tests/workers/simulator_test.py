@@ -1,5 +1,8 @@
 """The protocol of local training holds in simulated schedules."""
 
+import inspect
+import textwrap
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -129,6 +132,13 @@ def deadline_is_of_a_call(patch):
   patch.setattr(_server.Server, "_run", bare)
 
 
+def worker_begins_a_job_that_a_server_goes_on_with(patch):
+  settle = textwrap.dedent(inspect.getsource(_member.Member._settle))
+  known = {**vars(_member)}
+  assert "latest <= 0 and" in settle
+  exec(settle.replace("latest <= 0 and", ""), known)  # pylint: disable=exec-used
+  patch.setattr(_member.Member, "_settle", known["_settle"])
+
 
 def worker_sends_what_it_sent_before(patch):
   sync = _member.Member.sync
@@ -255,8 +265,6 @@ def lead_steps_first(patch):
   patch.setattr(_member.Member, "_step", step)
 
 
-
-
 def no_attempt_after_the_deadline(patch):
   patch.setattr(_member, "_LAST_SECS", -1)
 
@@ -274,7 +282,8 @@ def center_is_restored_in_any_generation(patch):
 FIRST = {center_is_restored_in_any_generation: 385,
          failed_exchange_is_merged: 379,
          no_attempt_after_the_deadline: 457,
-         only_who_restores_tells_the_lead: 798}
+         only_who_restores_tells_the_lead: 798,
+         worker_begins_a_job_that_a_server_goes_on_with: 254}
 
 BREAKS = [
     *FIRST,
