@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import sysconfig
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -53,15 +53,10 @@ def batches(data, size, seed):
 def dataset(data, size, seed):
   """Random batches, for ever, as a data set for `fit`."""
   return tf.data.Dataset.from_tensor_slices(data).shuffle(
-      len(data[0]), seed=seed).repeat().batch(size)
+      data[0].shape[0], seed=seed).repeat().batch(size)
 
 
 # The net of the digits, in TensorFlow 1 and in Keras.
-
-
-def placeholders():
-  return (tf1.placeholder(tf.float32, [None, 8, 8, 1]),
-          tf1.placeholder(tf.int32, [None]))
 
 
 def logits_of(images):
@@ -88,9 +83,44 @@ def logits_of(images):
   return layer("dense2", x, [64, 10], tf.matmul)
 
 
-def loss_of(labels, logits):
-  return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
-      labels=labels, logits=logits))
+class GraphNet:
+  """The net in the current graph, and scans.
+
+  Attributes:
+    loss: The mean loss of a batch.
+  """
+
+  def __init__(self, data, held_out, size, seed, later=tf.identity,
+               record=contextlib.nullcontext):
+    """Makes the net.
+
+    Args:
+      data: (images, labels) to train on.
+      held_out: (images, labels) to evaluate on.
+      size: The size of a batch.
+      seed: The seed of the batches.
+      later: A function of the logits that returns them.
+      record: A function that returns the context in which weights are read.
+    """
+    self._batches = batches(data, size, seed)
+    self._held_out = held_out
+    self._inputs = images, labels = (
+        tf1.placeholder(tf.float32, [None, 8, 8, 1]),
+        tf1.placeholder(tf.int32, [None]))
+    with record():
+      self._logits = later(logits_of(images))
+      self.loss = tf.reduce_mean(cross_entropy(labels, self._logits))
+
+  def train(self, session, train_op, steps=1):
+    for _ in range(steps):
+      session.run(train_op, dict(zip(self._inputs, next(self._batches))))
+
+  def outputs(self, session):
+    """The logits of the scans that are held out."""
+    return session.run(self._logits, {self._inputs[0]: self._held_out[0]})
+
+  def accuracy(self, session):
+    return accuracy_of(self.outputs(session), self._held_out[1])
 
 
 def make_net():
@@ -231,13 +261,13 @@ class Task(NamedTuple):
 
   Attributes:
     load: A function of the number of files of the standard library that
-      returns a Split, or None if the example has its own.
+      returns a Split, or a function of a seed that splits the samples.
     make_model: A function that makes a Keras model.
     loss: A function of targets and outputs: the loss of each sample.
     error: A function of targets, outputs and the mean loss: the error.
     label: What the error is.
   """
-  load: Optional[Callable[[int], Split]]
+  load: Callable
   make_model: Callable[[], keras.Model]
   loss: Callable
   error: Callable
@@ -317,6 +347,42 @@ def least(candidates, error):
   return min(errors, key=lambda x: np.nan_to_num(errors[x], nan=np.inf)), errors
 
 
+def compare(tasks, contenders, runs_of, tuning_seeds, seeds):
+  """Tunes contenders, and runs them with their best settings.
+
+  Args:
+    tasks: Names.
+    contenders: {name: the settings to choose from}.
+    runs_of: A function of a task and a progress bar that returns a function of
+      a contender, a setting, a seed and whether it is a run that tunes. This
+      returns the errors at some points, or rows that end with them.
+    tuning_seeds: The seeds of the runs that choose.
+    seeds: The seeds of the runs that are measured.
+
+  Yields:
+    A task, and {contender: (the best setting, {setting: error of the tuning},
+    what the function returned for each seed)}.
+  """
+  total = sum(len(settings) * len(tuning_seeds) + len(seeds)
+              for settings in contenders.values())
+  with _extras.load("tqdm").tqdm(total=len(tasks) * total) as progress:
+    for task in tasks:
+      run, found = runs_of(task, progress), {}
+
+      def run_all(*args, of, run=run):
+        for seed in of:
+          yield run(*args, seed, of is tuning_seeds)
+          progress.update()
+
+      for name, settings in contenders.items():
+        best, errors = least(
+            settings, lambda setting, name=name: float(np.mean(
+                [np.ravel(x)[-1] for x in run_all(
+                    name, setting, of=tuning_seeds)])))
+        found[name] = best, errors, [*run_all(name, best, of=seeds)]
+      yield task, found
+
+
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
 
 
@@ -326,10 +392,12 @@ def letters_of(documents):
                    for c in word + " "], np.int32)
 
 
-def windows(letters, before):
-  """(the letters before it, a letter) of all letters but the first."""
-  found = np.lib.stride_tricks.sliding_window_view(letters, before + 1)
-  return found[:, :-1].copy(), found[:, -1].copy()
+def windows(before, *sequences):
+  """(the numbers before it, a number) of all numbers but the first ones."""
+  found = np.concatenate([
+      np.lib.stride_tricks.sliding_window_view(numbers, before + 1)
+      for numbers in sequences if len(numbers) > before])
+  return found[:, :-1], found[:, -1]
 
 
 def read_documents(limit=None):

@@ -80,23 +80,21 @@ def decays(out="results/averages/decays", epochs=(1, 2, 4, 16), seeds=3):
   """Averages of several decays, and statistics of batch normalizations."""
   del out
   points = sorted(set(epochs))
+  trainings = [  # (averages, statistics, as in `evaluate_averages`)
+      *((_DECAYS, statistics, lambda sgd, _, of=statistics:
+         wrapopt.keras.MovingAverage(sgd, list(_DECAYS.values()),
+                                     average_batch_norm=of == "averaged"))
+        for statistics in _STATISTICS),
+      ([_WARM_UP], "recalibrated", lambda sgd, _:
+       wrapopt.keras.MovingAverage(sgd, 0.99, dynamic_decay=True)),
+      ([_SWA], "recalibrated", lambda sgd, batches: wrapopt.keras.SWA(
+          sgd, start_averaging=points[-1] // 2, steps_per_epoch=batches))]
   found = collections.defaultdict(list)  # {(average, statistics): [of seeds]}
   for seed in _extras.load("tqdm").trange(seeds, unit="seed"):
-
-    def add(names, statistics, wrap, seed=seed):
-      for name, accuracies in zip(
-          names, evaluate_averages(wrap, statistics, points, seed),
-          strict=True):
+    for names, statistics, wrap in trainings:
+      for name, accuracies in zip(names, evaluate_averages(
+          wrap, statistics, points, seed), strict=True):
         found[name, statistics].append(accuracies)
-
-    for statistics in _STATISTICS:
-      add(_DECAYS, statistics, lambda sgd, _, of=statistics:
-          wrapopt.keras.MovingAverage(sgd, list(_DECAYS.values()),
-                                      average_batch_norm=of == "averaged"))
-    add([_WARM_UP], "recalibrated", lambda sgd, _:
-        wrapopt.keras.MovingAverage(sgd, 0.99, dynamic_decay=True))
-    add([_SWA], "recalibrated", lambda sgd, batches: wrapopt.keras.SWA(
-        sgd, start_averaging=points[-1] // 2, steps_per_epoch=batches))
 
   def show(title, rows):
     _command.print_table(

@@ -36,9 +36,11 @@ there. Commands for some of the tasks can run beside each other.
 """
 
 import collections
+import functools
 import itertools
 import json
 import os
+import pathlib
 from typing import NamedTuple
 
 import keras
@@ -46,7 +48,6 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.checkpoints import _rate_decay
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
@@ -174,7 +175,7 @@ def _split_text(files):
   letters = _tasks.letters_of(_tasks.read_documents(files))[:-1]
   # Neighbours overlap, so that parts of the text must be split.
   ends = [len(letters) * 8 // 10, len(letters) * 9 // 10]
-  training, *others = (_tasks.windows(part, _WINDOW)
+  training, *others = (_tasks.windows(_WINDOW, part)
                        for part in np.split(letters, ends))
   return _tasks.Split(training, *((x[:20000], y[:20000]) for x, y in others))
 
@@ -276,15 +277,12 @@ class Trainer:
     return errors
 
   def _evaluate(self, weights, part):
-    model = self._model
-    changed = [*model.trainable_variables, *model.non_trainable_variables]
-    before = [v.numpy() for v in changed]
-    for v, value in zip(model.trainable_variables, weights, strict=True):
+    before = self._model.get_weights()
+    for v, value in zip(self._model.trainable_variables, weights, strict=True):
       v.assign(value)
-    wrapopt.keras.recalibrate_batch_norm(model, self._calibration)
+    wrapopt.keras.recalibrate_batch_norm(self._model, self._calibration)
     error = self._task.error_of(self._predict, getattr(self._split, part))
-    for v, value in zip(changed, before, strict=True):
-      v.assign(value)
+    self._model.set_weights(before)
     return error
 
 
@@ -292,60 +290,25 @@ class Runs:
   """The errors of all runs of a task, which a file keeps."""
 
   def __init__(self, folder, name, files, steps):
-    self._path = os.path.join(folder, f"runs-{name}.json")
-    self._task, self._steps = TASKS[name], steps
-    self._split = self._task.load(files)
-    self._trainers = {}
+    self._path = pathlib.Path(folder, f"runs-{name}.json")
     self._of = f"{steps} steps, {files} files"
-    self._errors = {}
-    if os.path.exists(self._path):
-      with open(self._path, encoding="utf-8") as f:
-        self._errors = json.load(f)
+    self._errors = (json.loads(self._path.read_text("utf-8"))
+                    if self._path.exists() else {})
+    task = TASKS[name]
+    split = task.load(files)
+    # Ways that differ only in the average share their runs.
+    self._trainer = functools.cache(
+        lambda *way: Trainer(task, split, Way(*way), steps))
 
   def errors(self, way, rate, seed, points, part):
     """As those of a Trainer, of the way's average: a list."""
     key = f"{self._of}: {way.run} {way.setting}, {rate}, {seed}, {part}"
     if key not in self._errors:
-      made = self._trainers.get(way[:2])
-      if made is None:
-        made = self._trainers[way[:2]] = Trainer(self._task, self._split, way,
-                                                 self._steps)
-      self._errors[key] = made.run(seed, rate, points, part)
-      with open(self._path + ".new", "w", encoding="utf-8") as f:
-        json.dump(self._errors, f)
-      os.replace(self._path + ".new", self._path)
+      self._errors[key] = self._trainer(*way[:2]).run(seed, rate, points, part)
+      new = self._path.with_suffix(".json.new")
+      new.write_text(json.dumps(self._errors), "utf-8")
+      new.replace(self._path)
     return self._errors[key][way.average]
-
-
-def compare(runs, ways, rates, tuning_seeds, seeds, points, progress):
-  """Trains a task for one contender.
-
-  Args:
-    runs: The Runs of the task.
-    ways: Those of the contender.
-    rates: The learning rates to choose from.
-    tuning_seeds: The seeds of the runs that choose.
-    seeds: The number of seeds of the runs that are measured.
-    points: The numbers of steps after which to evaluate; the last is the number
-      of steps.
-    progress: A progress bar, which moves by one for each run.
-
-  Returns:
-    {"way": the chosen one, "rate": the chosen one, "validation": [(way, rate,
-    error)], "errors": the errors on held-out data after `points`, of each
-    seed}.
-  """
-  def run_all(way, rate, seeds, *args):
-    errors = [runs.errors(way, rate, seed, *args) for seed in seeds]
-    progress.update(len(seeds))
-    return errors
-
-  (way, rate), validation = _tasks.least(
-      itertools.product(ways, rates), lambda tried: float(np.mean(run_all(
-          *tried, tuning_seeds, points[-1:], "validation"))))
-  return {"way": way, "rate": rate,
-          "validation": [(*x, error) for x, error in validation.items()],
-          "errors": run_all(way, rate, range(seeds), points, "held_out")}
 
 
 def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
@@ -354,19 +317,27 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
   rates = (0.003, 0.01) if quick else (
       0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
   tuning_seeds = (1000,) if quick else (1000, 1001)
-  ways = {name: WAYS[name][1:2] if quick else WAYS[name]
-          for name in CONTENDERS}
-  total = sum(len(rates) * len(tuning_seeds) * len(x) + seeds
-              for x in ways.values())
-  found = {}
-  with _extras.load("tqdm").tqdm(total=len(tasks) * total) as progress:
-    for name in tasks:
-      runs = Runs(out, name, 12 if quick else 120, steps)
-      found[name] = {}
-      for contender in CONTENDERS:
-        progress.set_postfix_str(f"{name}: {contender}")
-        found[name][contender] = compare(
-            runs, ways[contender], rates, tuning_seeds, seeds, points, progress)
+  settings = {name: [*itertools.product(ways[1:2] if quick else ways, rates)]
+              for name, ways in WAYS.items()}
+
+  def runs_of(name, progress):
+    runs = Runs(out, name, 12 if quick else 120, steps)
+
+    def errors(contender, setting, seed, tunes):
+      progress.set_postfix_str(f"{name}: {contender}")
+      return runs.errors(*setting, seed, *(
+          (points[-1:], "validation") if tunes else (points, "held_out")))
+
+    return errors
+
+  found = {
+      name: {contender: {
+          "way": way, "rate": rate,
+          "validation": [(*x, error) for x, error in validation.items()],
+          "errors": errors}
+             for contender, ((way, rate), validation, errors) in rows.items()}
+      for name, rows in _tasks.compare(
+          tasks, settings, runs_of, tuning_seeds, range(seeds))}
 
   def cells(row):
     mean, least, largest = _command.of_seeds(row["errors"])

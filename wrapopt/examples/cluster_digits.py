@@ -84,27 +84,15 @@ def alone(task, steps, parts, seed):
               "accuracy": net.accuracy(session)}
 
 
-class _Net:
+class _Net(_tasks.GraphNet):
   """The net in the current graph, and a part of the scans."""
 
   def __init__(self, part, parts, seed):
-    data, self._held_out = _tasks.load_digits(seed)
+    data, held_out = _tasks.load_digits(seed)
     data = [x[part::parts] for x in data]
     self.scans = len(data[0])
-    self._batches = _tasks.batches(data, 8, [seed, part, parts])
-    self._inputs = images, labels = _tasks.placeholders()
-    self._logits = _tasks.logits_of(images)
-    self.loss = _tasks.loss_of(labels, self._logits)
     self.optimizer = tf1.train.MomentumOptimizer(0.02, 0.9)
-
-  def train(self, session, train_op, steps):
-    for _ in range(steps):
-      session.run(train_op, dict(zip(self._inputs, next(self._batches))))
-
-  def accuracy(self, session):
-    images, labels = self._held_out
-    return _tasks.accuracy_of(
-        session.run(self._logits, {self._inputs[0]: images}), labels)
+    super().__init__(data, held_out, 8, [seed, part, parts])
 
 
 def run_cluster(rounds, seed, kill_worker):

@@ -51,9 +51,7 @@ and the memory of one machine, so the seconds say nothing about workers that a
 network connects.
 """
 
-from collections.abc import Callable
 from concurrent import futures
-import functools
 import json
 import os
 import time
@@ -64,7 +62,6 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt import server as server_module
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
@@ -73,7 +70,6 @@ from wrapopt.examples import _tasks
 import wrapopt.keras
 
 tf1 = tf.compat.v1
-layers = keras.layers
 
 _WORKERS = 4
 _BATCH = 32
@@ -121,45 +117,54 @@ for _way in "elastic", *_DILOCO:
 _BEFORE = 16  # Characters that the net of the text sees.
 
 
-def _split_text(documents, seed):
-  """Holds out a fifth of the documents."""
-  samples = lambda of: _tasks.windows(_tasks.letters_of(of), _BEFORE)
-  held_out = set(range(seed % 5, len(documents), 5))
-  # A worker's quarter are modules that follow each other.
-  training = samples([d for i, d in enumerate(documents) if i not in held_out])
-  order = np.random.default_rng(seed)
-  x, y = samples([documents[i] for i in sorted(held_out)])
-  some = order.permutation(len(x))[:8000]
-  return training, (x[some], y[some])
+def _load_text(files):
+  """A function of a seed, which holds out a fifth of the documents."""
+  documents = _tasks.read_documents(files)
+  samples = lambda of: _tasks.windows(_BEFORE, _tasks.letters_of(of))
+
+  def split(seed):
+    # A worker's quarter are modules that follow each other.
+    training = [d for i, d in enumerate(documents) if (i - seed) % 5]
+    x, y = samples(documents[seed % 5::5])
+    some = np.random.default_rng(seed).permutation(len(x))[:8000]
+    return samples(training), (x[some], y[some])
+
+  return split
 
 
 class Task(NamedTuple):
   """A task.
 
   Attributes:
-    read: A function of the number of files of the standard library.
-    split: A function of what `read` returns and a seed: the (inputs, targets)
-      to train on, and others.
-    measure: The model and its error.
+    of: The `_tasks.Task`, whose `load` returns a function of a seed: the
+      (inputs, targets) to train on, and others.
     rate: A learning rate.
     sync_every: The steps in a round.
   """
-  read: Callable
-  split: Callable
-  measure: _tasks.Task
+  of: _tasks.Task
   rate: float
   sync_every: int
 
 
 TASKS = {
-    "digits": Task(
-        lambda files: None, lambda read, seed: _tasks.load_digits(seed),
-        _tasks.Task(None, _tasks.make_net, *_tasks.CLASSES), 1e-3, 20),
-    "text": Task(
-        _tasks.read_documents, _split_text,
-        _tasks.Task(None, lambda: _tasks.make_letters_net(_BEFORE),
-                    *_tasks.LETTERS), 2e-3, 50),
+    "digits": Task(_tasks.Task(
+        lambda files: _tasks.load_digits, _tasks.make_net, *_tasks.CLASSES),
+                   1e-3, 20),
+    "text": Task(_tasks.Task(
+        _load_text, lambda: _tasks.make_letters_net(_BEFORE), *_tasks.LETTERS),
+                 2e-3, 50),
 }
+
+
+class Run(NamedTuple):
+  """What a trainer is told."""
+  task: str
+  way: str
+  setting: Setting
+  seed: int
+  addresses: list
+  data: tuple
+  held_out: tuple
 
 
 class Trainer:
@@ -171,16 +176,15 @@ class Trainer:
 
   _overlap = 0  # Steps after a round until the worker gets the center.
 
-  def __init__(self, task_name, seed, held_out, setting, strategy):
-    self._task, self._held_out = TASKS[task_name], held_out
-    self._rate = setting.rate * self._task.rate
+  def __init__(self, run_, strategy):
+    self._task, self._held_out = TASKS[run_.task], run_.held_out
+    self._rate = run_.setting.rate * self._task.rate
     self._strategy = strategy
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(run_.seed)
     with strategy.scope():
-      self._model = self._task.measure.make_model()
+      self._model = self._task.of.make_model()
     self._variables = self._model.trainable_variables
-    self._size = sum(v.value.dtype.size * int(np.prod(v.shape))
-                     for v in self._variables)
+    self._size = 4 * self._model.count_params()
     self._steps = self._sent = 0
     self._seconds = 0.0
     self.rows = []
@@ -191,7 +195,7 @@ class Trainer:
       optimizer = wrap(keras.optimizers.Adam(self._rate))
       optimizer.build(self._variables)
     return optimizer, _tasks.step_of(self._strategy, self._model, optimizer,
-                                     self._task.measure.loss)
+                                     self._task.of.loss)
 
   def step(self):
     start = time.perf_counter()
@@ -213,7 +217,7 @@ class Trainer:
     weights = self._weights()
     self.rows.append((
         self._task.sync_every * len(self.rows), self._seconds, self._sent,
-        self._task.measure.error_of(
+        self._task.of.error_of(
             lambda x: self._model.stateless_call(weights, [], x)[0],
             self._held_out)))
 
@@ -221,30 +225,29 @@ class Trainer:
 class Worker(Trainer):
   """A worker in TensorFlow 2."""
 
-  def __init__(self, task, way, addresses, data, seed, setting, **settings):
+  _local = None
+
+  def __init__(self, task, run_):
+    way, self._addresses = run_.way, run_.addresses
     self._synchronous = way == "synchronous"
     if self._synchronous:
       os.environ["TF_CONFIG"] = json.dumps({
-          "cluster": {"worker": addresses},
+          "cluster": {"worker": run_.addresses},
           "task": {"type": "worker", "index": task.number}})
-    super().__init__(
-        seed=seed, setting=setting, **settings,
-        strategy=tf.distribute.MultiWorkerMirroredStrategy()
-        if self._synchronous else tf.distribute.get_strategy())
+    super().__init__(run_, tf.distribute.MultiWorkerMirroredStrategy()
+                     if self._synchronous else tf.distribute.get_strategy())
     self._batches = _tasks.batches(
-        data, _BATCH * (_WORKERS if way == "all data" else 1),
-        [seed, task.number])
-    _, step = self._keras_step()
-    self._step = tf.function(step)
-    self._local = None
+        run_.data, _BATCH * (_WORKERS if way == "all data" else 1),
+        [run_.seed, task.number])
+    self._step = tf.function(self._keras_step()[1])
     if way in _LOCAL:
-      self._addresses = addresses
-      make = functools.partial(
-          wrapopt.DiLoCo, outer_learning_rate=setting.center, **_DILOCO[way]
-      ) if way in _DILOCO else wrapopt.LocalSGD
+      make, arguments = (wrapopt.LocalSGD, {}) if way == "LocalSGD" else (
+          wrapopt.DiLoCo,
+          {"outer_learning_rate": run_.setting.center, **_DILOCO[way]})
       self._local = make(
-          self._variables, addresses, f"worker-{task.number}", _WORKERS,
-          self._task.sync_every, round_timeout_secs=120, name="job")
+          self._variables, run_.addresses, f"worker-{task.number}", _WORKERS,
+          self._task.sync_every, round_timeout_secs=120, name="job",
+          **arguments)
       self._overlap = self._local.overlap_steps
 
   def _take(self, ended):
@@ -266,9 +269,8 @@ class Worker(Trainer):
 class Coordinator(Trainer):
   """Has workers take steps; one of its steps is one of each, in the mean."""
 
-  def __init__(self, task, way, addresses, data, seed, **settings):
-    del way, addresses
-    super().__init__(seed=seed, **settings, strategy=task.strategy)
+  def __init__(self, task, run_):
+    super().__init__(run_, task.strategy)
     self._coordinator = task.coordinator
     self._optimizer, step = self._keras_step(
         lambda opt: wrapopt.keras.DropStaleGradient(opt, _STALENESS))
@@ -276,9 +278,9 @@ class Coordinator(Trainer):
     def batches():
       worker = (tf.distribute.coordinator
                 .experimental_get_current_worker_index())
-      return tf.data.Dataset.from_tensor_slices(tuple(
-          tf.constant(quarters)[worker] for quarters in data)).shuffle(
-              len(data[0][0]), seed).repeat().batch(_BATCH)
+      return _tasks.dataset(
+          tuple(tf.constant(quarters)[worker] for quarters in run_.data),
+          _BATCH, run_.seed)
 
     self._step = tf.function(lambda iterator: step(*next(iterator)))
     self._iterator = iter(self._coordinator.create_per_worker_dataset(batches))
@@ -295,16 +297,14 @@ class Coordinator(Trainer):
 class Elastic(Trainer):
   """A worker in a session of TensorFlow 1."""
 
-  def __init__(self, task, way, addresses, data, seed, setting, **settings):
-    del way, addresses
-    super().__init__(seed=seed, setting=setting, **settings,
-                     strategy=tf.distribute.get_strategy())
-    self._batches = _tasks.batches(data, _BATCH, [seed, task.number])
+  def __init__(self, task, run_):
+    super().__init__(run_, tf.distribute.get_strategy())
+    self._batches = _tasks.batches(run_.data, _BATCH, [run_.seed, task.number])
     weights = self._model.get_weights()
     getter = wrapopt.ElasticAverageCustomGetter(task.device)
     with tf.Graph().as_default() as graph, tf1.device(task.placement()):
-      self._inputs = x, y = [
-          tf1.placeholder(part.dtype, (None, *part.shape[1:])) for part in data]
+      self._inputs = x, y = [tf1.placeholder(
+          part.dtype, (None, *part.shape[1:])) for part in run_.data]
       with tf1.variable_scope("", custom_getter=getter, use_resource=True):
         variables = [tf1.get_variable(f"w{i}", initializer=w)
                      for i, w in enumerate(weights)]
@@ -313,9 +313,9 @@ class Elastic(Trainer):
       opt = wrapopt.ElasticAverageOptimizer(
           tf1.train.AdamOptimizer(self._rate, epsilon=1e-7),  # As Keras.
           _WORKERS, getter, self._task.sync_every,
-          setting.center / _WORKERS, rho=0)
+          run_.setting.center / _WORKERS, rho=0)
       self._train_op = opt.minimize(
-          tf.reduce_mean(self._task.measure.loss(y, outputs)))
+          tf.reduce_mean(self._task.of.loss(y, outputs)))
       self._centers = [getter.centers[v] for v in variables]
       start = opt.get_init_op(task.number)
     self._session = task.session(graph)
@@ -339,12 +339,13 @@ def serve(task):
   return task.server.target
 
 
-def prepare(task, way, **settings):
+def prepare(task, run_):
   """Makes a trainer and takes its first step, which traces."""
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.get_logger().setLevel("ERROR")
-  make = {"asynchronous": Coordinator, "elastic": Elastic}.get(way, Worker)
-  task.trainer = make(task, way, **settings)
+  make = {"asynchronous": Coordinator, "elastic": Elastic}.get(
+      run_.way, Worker)
+  task.trainer = make(task, run_)
   task.trainer.evaluate()
   task.trainer.step()
 
@@ -377,16 +378,14 @@ def run(name, way, setting, seed, steps, data, held_out):
     other = cluster.tasks["coordinator", 0]  # Outside the cluster.
     if way == "asynchronous":
       trainers = {other: quarters}
-    elif way == "all data":
-      trainers = {cluster.tasks["worker", 0]: data}
     else:
-      trainers = {cluster.tasks["worker", k]: tuple(x[k] for x in quarters)
-                  for k in range(n)}
+      trainers = {cluster.tasks["worker", k]: data if way == "all data" else
+                  tuple(x[k] for x in quarters) for k in range(n)}
     addresses = [other.ask("serve")] if way in _LOCAL else [
         f"localhost:{port}" for port in _cluster.free_ports(n)]
     for trainer, part in trainers.items():
-      trainer.tell("prepare", task_name=name, way=way, addresses=addresses,
-                   seed=seed, data=part, held_out=held_out, setting=setting)
+      trainer.tell("prepare", run_=Run(name, way, setting, seed, addresses,
+                                       part, held_out))
     _answers(trainers)
     for trainer in trainers:
       trainer.tell("train", steps=steps)
@@ -399,35 +398,32 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
 
   The steps are rounded up to whole rounds.
   """
-  found, tuned = {}, {}
   tried = {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
            for way in ways}
-  with _extras.load("tqdm").tqdm(total=len(tasks) * sum(
-      len(settings) + seeds for settings in tried.values())) as progress:
-    for name in tasks:
-      task = TASKS[name]
-      of_task = min(steps, 100) if quick else steps
-      of_task += -of_task % task.sync_every
-      read = task.read(12 if quick else 120)
 
-      def rows(way, setting, s):
-        progress.set_postfix_str(f"{name}: {way}, {setting}")
-        # pylint: disable-next=cell-var-from-loop
-        got = run(name, way, setting, s, of_task, *task.split(read, s))
-        progress.update()
-        return got
+  def runs_of(name, progress):
+    split = TASKS[name].of.load(12 if quick else 120)
+    of_task = min(steps, 100) if quick else steps
+    of_task += -of_task % TASKS[name].sync_every
 
-      found[name], tuned[name], table = {}, {}, []
-      for way, settings in tried.items():
-        best, errors = _tasks.least(settings, lambda setting, way=way: rows(
-            way, setting, seed + seeds)[-1][-1])
-        table.append([way, best, *(f"{e:.2f}" for e in errors.values())])
-        tuned[name][way] = list(errors.items())
-        found[name][way] = [rows(way, best, s)
-                            for s in range(seed, seed + seeds)]
-      _command.print_table(
-          f"{name}: errors of the settings that were tried, and the best",
-          ["way", "best", *["error"] * max(map(len, tried.values()))], table)
+    def run_one(way, setting, s, tunes):
+      del tunes
+      progress.set_postfix_str(f"{name}: {way}, {setting}")
+      return run(name, way, setting, s, of_task, *split(s))
+
+    return run_one
+
+  found, tuned = {}, {}
+  for name, of_ways in _tasks.compare(
+      tasks, tried, runs_of, [seed + seeds], range(seed, seed + seeds)):
+    found[name] = {way: rows for way, (*_, rows) in of_ways.items()}
+    tuned[name] = {way: list(errors.items())
+                   for way, (_, errors, _) in of_ways.items()}
+    _command.print_table(
+        f"{name}: errors of the settings that were tried, and the best",
+        ["way", "best", *["error"] * max(map(len, tried.values()))],
+        [[way, best, *(f"{e:.2f}" for e in errors.values())]
+         for way, (best, errors, _) in of_ways.items()])
   show(out, found)
   return {"tasks": found, "tuned": tuned}
 
@@ -436,25 +432,25 @@ def show(out, found):
   """Prints and draws {task: {way: the rows of each seed}}."""
   table, panels = [], []
   for name, of_ways in found.items():
-    over_bytes, over_time, ends = {}, {}, []
-    for way, rows in of_ways.items():
-      # Of each seed. The bytes differ only in asynchronous training.
-      steps_, seconds, sent, errors = np.moveaxis(np.array(rows), -1, 0)
-      sent = sent.mean(axis=0) / 1e6
-      table.append([
-          name, way, int(steps_[0, -1]), *_command.of_seeds(errors),
-          f"{sent[-1]:.2f}", f"{seconds[:, -1].mean():.1f}"])
-      over_time[way] = seconds.mean(axis=0), errors, _STYLES[way]
-      if sent.any():
-        over_bytes[way] = sent[1:], errors[:, 1:], _STYLES[way]
-        ends += [sent[1], sent[-1]]
+    curves = {way: np.moveaxis(np.array(rows), -1, 0)
+              for way, rows in of_ways.items()}
+    # The bytes differ between seeds only in asynchronous training.
+    megabytes = {way: sent.mean(axis=0) / 1e6
+                 for way, (_, _, sent, _) in curves.items()}
+    table += [[name, way, int(steps[0, -1]), *_command.of_seeds(errors),
+               f"{megabytes[way][-1]:.2f}", f"{seconds[:, -1].mean():.1f}"]
+              for way, (steps, seconds, _, errors) in curves.items()]
+    sending = [x[1:] for x in megabytes.values() if x.any()] or [[0.1, 1]]
+    ends = np.min(sending), np.max(sending)
     # Of those that send nothing, the errors in the end.
-    ends = ends or [0.1, 1]
-    over_bytes = {way: over_bytes.get(way, (
-        [min(ends), max(ends)],
-        np.repeat(np.array(rows)[:, -1:, 3], 2, axis=1), _STYLES[way]))
-                  for way, rows in of_ways.items()}
-    label = TASKS[name].measure.label
+    over_bytes = {way: (
+        (megabytes[way][1:], errors[:, 1:], _STYLES[way])
+        if megabytes[way].any() else
+        (ends, np.repeat(errors[:, -1:], 2, axis=1), _STYLES[way]))
+                  for way, (*_, errors) in curves.items()}
+    over_time = {way: (seconds.mean(axis=0), errors, _STYLES[way])
+                 for way, (_, seconds, _, errors) in curves.items()}
+    label = TASKS[name].of.label
     panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
                             over_bytes, "log"),
                _plots.Panel(f"{name}, over seconds", label, over_time)]

@@ -86,19 +86,15 @@ def make_samples(documents, seed):
   numbers = {word: i + 1 for i, (word, _) in enumerate(counts.most_common())}
 
   def samples(documents):
-    longest = max(max(f) for f in _FEATURES)
+    longest = max(map(max, _FEATURES))
     # Word 0 precedes a document and replaces unknown words.
-    words = np.array([n for document in documents for n in (
-        *[0] * longest, *(numbers.get(word, 0) for word in document))])
-    starts = np.cumsum([0, *(longest + len(d) for d in documents[:-1])])
-    is_word = np.ones(len(words), bool)
-    for i in range(longest):
-      is_word[starts + i] = False
-    at = np.flatnonzero(is_word)
-    rows = [_hash(i, *(words[at - back] for back in feature))
+    last, words = _tasks.windows(longest, *(
+        [0] * longest + [numbers.get(word, 0) for word in d]
+        for d in documents))
+    rows = [_hash(i, *(last[:, -back] for back in feature))
             for i, feature in enumerate(_FEATURES)]
     return (np.stack(rows, axis=1),
-            np.where(words[at] < _VOCABULARY, words[at], 0).astype(np.int32))
+            np.where(words < _VOCABULARY, words, 0).astype(np.int32))
 
   return samples(documents[n_held_out:]), samples(documents[:n_held_out])
 

@@ -89,27 +89,24 @@ def train(task, steps, limit, rest, seed):
     tf1.set_random_seed(seed)
     tf1.get_variable_scope().set_use_resource(True)
     global_step = tf1.train.get_or_create_global_step()
-    images, labels = _tasks.placeholders()
     opt = wrapopt.DropStaleGradientOptimizer(
         tf1.train.GradientDescentOptimizer(0.02), limit,
         worker=f"worker_{task.number}")
-    with opt.record_step():  # Before the weights are read.
-      logits = _later(_tasks.logits_of(images), rest)
-      loss = _tasks.loss_of(labels, logits)
-    train_op = opt.minimize(loss, global_step)
+    net = _tasks.GraphNet(data, held_out, _BATCH, [seed, task.number],
+                          lambda logits: _later(logits, rest),
+                          opt.record_step)
+    train_op = opt.minimize(net.loss, global_step)
     stats = opt.staleness_stats(worker=True)
     now = global_step.read_value()
 
   with task.session(graph) as session:
-    batches = _tasks.batches(data, _BATCH, [seed, task.number])
     start, tried = time.perf_counter(), 0
     while session.run(now) < steps:
-      session.run(train_op, dict(zip((images, labels), next(batches))))
+      net.train(session, train_op)
       tried += 1
     seconds = time.perf_counter() - start
     return {"tried": tried, "seconds": seconds,
-            "accuracy": _tasks.accuracy_of(
-                session.run(logits, {images: held_out[0]}), held_out[1]),
+            "accuracy": net.accuracy(session),
             **_histograms(session.run(stats))}
 
 
@@ -262,11 +259,8 @@ def _split_words(files):
                             return_counts=True)
   frequent = words[np.argsort(-counts, kind="stable")[:_VOCABULARY - 1]]
   number = {word: i + 1 for i, word in enumerate(frequent)}  # 0: another word.
-  samples = [
-      [number.get(w, 0) for w in document[i:i + _CONTEXT + 1]]
-      for document in documents for i in range(len(document) - _CONTEXT)]
-  samples = np.array(samples, np.int32)
-  training, *others = _tasks.split(samples[:, :-1], samples[:, -1])
+  training, *others = _tasks.split(*_tasks.windows(_CONTEXT, *(
+      np.array([number.get(w, 0) for w in d], np.int32) for d in documents)))
   return _tasks.Split(training, *((x[:4000], y[:4000]) for x, y in others))
 
 
@@ -377,25 +371,21 @@ def compare(name, grid, seeds, points, files, progress):
   """
   simulation = Simulation(TASKS[name], files)
 
-  def run(*args):
-    progress.set_postfix_str(f"{name}: {args[0]}, {args[1]} workers")
-    errors, _ = simulation.run(*args)
+  def run(method, workers, order, rate, lambda_, seed=None):
+    progress.set_postfix_str(f"{name}: {method}, {workers} workers")
+    errors, _ = simulation.run(method, workers, order, rate, lambda_, *(
+        (_TUNING_SEED, points[-1:], "validation") if seed is None else
+        (seed, points, "held_out")))
     progress.update()
     return errors
 
-  def last(method, workers, rate, lambda_):
-    return run(method, workers, "in turn", rate, lambda_, _TUNING_SEED,
-               points[-1:], "validation")[0]
-
   rate, of_rates = _tasks.least(
-      grid["rates"], lambda r: last(_SEQUENTIAL, 1, r, None))
-  lambda_, of_lambdas = _tasks.least(
-      grid["lambdas"],
-      lambda l: last(_COMPENSATED, max(grid["workers"]), rate, l))
+      grid["rates"], lambda r: run(_SEQUENTIAL, 1, "in turn", r, None)[0])
+  lambda_, of_lambdas = _tasks.least(grid["lambdas"], lambda l: run(
+      _COMPENSATED, max(grid["workers"]), "in turn", rate, l)[0])
 
   def errors(method, workers, order):
-    return [run(method, workers, order, rate, lambda_, seed, points, "held_out")
-            for seed in range(seeds)]
+    return [run(method, workers, order, rate, lambda_, s) for s in range(seeds)]
 
   sequential = errors(_SEQUENTIAL, 1, "in turn")
   return {"rate": rate, "lambda": lambda_,
