@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -105,9 +106,10 @@ def main(name, doc, argv, *parts):
 
 
 def print_table(title, header, rows):
-  """Prints a title and a table of numbers and texts."""
+  """Prints a title and a table; rows may be shorter than the header."""
   lines = [[str(cell) for cell in row] for row in (header, *rows)]
-  widths = [max(map(len, column)) for column in zip(*lines)]
+  widths = [max(map(len, column))
+            for column in itertools.zip_longest(*lines, fillvalue="")]
   print(f"\n{title}")
   for line in lines:
     print("  ".join(map(str.rjust, line, widths)).rstrip())
@@ -117,9 +119,3 @@ def points(steps, evaluations):
   """Numbers of steps after which to evaluate, at equal distances."""
   return sorted({max(1, steps * i // evaluations)
                  for i in range(1, evaluations + 1)})
-
-
-def of_seeds(errors):
-  """The mean, the least and the largest of the last errors of all seeds."""
-  last = np.array(errors)[:, -1]
-  return [f"{x:.2f}" for x in (last.mean(), last.min(), last.max())]

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable
 import contextlib
 import itertools
-import os
+import pathlib
 import re
 import sys
 import sysconfig
@@ -62,25 +62,22 @@ def dataset(data, size, seed):
 def logits_of(images):
   """A net of two convolutions and two dense layers, [batch, 8, 8, 1] in."""
 
-  def layer(name, x, shape, op):
+  def layer(name, x, *shape):
     with tf1.variable_scope(name):
       kernel = tf1.get_variable(
-          "kernel", shape,
-          initializer=tf1.variance_scaling_initializer(2.0))
+          "kernel", shape, initializer=tf1.variance_scaling_initializer(2.0))
       bias = tf1.get_variable(
           "bias", shape[-1:], initializer=tf1.zeros_initializer())
-      return op(x, kernel) + bias
+      return bias + (tf.matmul(x, kernel) if len(shape) == 2 else
+                     tf.nn.conv2d(x, kernel, strides=1, padding="SAME"))
 
-  def convolution(x, kernel):
-    return tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
-
-  x = tf.nn.relu(layer("conv1", images, [3, 3, 1, 16], convolution))
+  x = tf.nn.relu(layer("conv1", images, 3, 3, 1, 16))
   x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-  x = tf.nn.relu(layer("conv2", x, [3, 3, 16, 32], convolution))
+  x = tf.nn.relu(layer("conv2", x, 3, 3, 16, 32))
   x = tf.nn.max_pool2d(x, 2, 2, "VALID")
   x = tf.reshape(x, [-1, 2 * 2 * 32])
-  x = tf.nn.relu(layer("dense1", x, [2 * 2 * 32, 64], tf.matmul))
-  return layer("dense2", x, [64, 10], tf.matmul)
+  x = tf.nn.relu(layer("dense1", x, 2 * 2 * 32, 64))
+  return layer("dense2", x, 64, 10)
 
 
 class GraphNet:
@@ -282,11 +279,21 @@ class Task(NamedTuple):
                             loss if np.isfinite(loss) else np.inf))
 
 
+def _parts(n):
+  """The numbers of n samples: half to train on, a sixth, a third to measure."""
+  order = np.random.default_rng(0).permutation(n)
+  return np.split(order, [n // 2, n * 2 // 3])
+
+
 def split(x, y):
-  """Half of the samples to train on, a sixth to tune, a third to measure."""
-  order = np.random.default_rng(0).permutation(len(x))
-  parts = np.split(order, [len(x) // 2, len(x) * 2 // 3])
-  return Split(*((x[part], y[part]) for part in parts))
+  return Split(*((x[part], y[part]) for part in _parts(len(x))))
+
+
+def _scaled(values):
+  """With mean 0 and standard deviation 1 in the samples to train on."""
+  training = values[_parts(len(values))[0]]
+  return ((values - training.mean(axis=0)) /
+          training.std(axis=0)).astype(np.float32)
 
 
 def split_scans(_):
@@ -300,87 +307,31 @@ def split_tokens(_):
                17 * np.arange(64, dtype=np.int32), labels)
 
 
-def _scaled(parts):
-  mean, std = parts[0].mean(axis=0), parts[0].std(axis=0)
-  return [((part - mean) / std).astype(np.float32) for part in parts]
-
-
 def split_cancer(_):
   """569 tissue samples."""
-  x, y = zip(*split(*_extras.load("sklearn.datasets").load_breast_cancer(
-      return_X_y=True)))
-  return Split(*zip(_scaled(x), [part.astype(np.int32) for part in y]))
+  x, y = _extras.load("sklearn.datasets").load_breast_cancer(return_X_y=True)
+  return split(_scaled(x), y.astype(np.int32))
 
 
 def split_diabetes(_):
   """442 patients, a regression."""
   x, y = _extras.load("sklearn.datasets").load_diabetes(return_X_y=True)
-  x, y = zip(*split(x, y[:, np.newaxis]))
-  return Split(*zip(_scaled(x), _scaled(y)))
+  return split(_scaled(x), _scaled(y[:, np.newaxis]))
 
 
-def wrong(y, outputs, loss):
-  del loss
-  return 100 * np.mean(np.argmax(outputs, axis=-1) != y)
-
-
-def unexplained(y, outputs, loss):
-  del outputs
-  return 100 * loss / np.var(y)
-
-
-def perplexity(y, outputs, loss):
-  """At most 9999."""
-  del y, outputs
-  return np.exp(min(loss, np.log(9999)))
-
-
+# Arguments of `Task`.
 cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
-CLASSES = cross_entropy, wrong, "wrong (%)"
-LETTERS = cross_entropy, perplexity, "perplexity of a character"
-
-
-def least(candidates, error):
-  """The first of the candidates with the least error, and all errors."""
-  errors = {candidate: error(candidate) for candidate in candidates}
-  # A run that diverges may have no number as its error.
-  return min(errors, key=lambda x: np.nan_to_num(errors[x], nan=np.inf)), errors
-
-
-def compare(tasks, contenders, runs_of, tuning_seeds, seeds):
-  """Tunes contenders, and runs them with their best settings.
-
-  Args:
-    tasks: Names.
-    contenders: {name: the settings to choose from}.
-    runs_of: A function of a task and a progress bar that returns a function of
-      a contender, a setting, a seed and whether it is a run that tunes. This
-      returns the errors at some points, or rows that end with them.
-    tuning_seeds: The seeds of the runs that choose.
-    seeds: The seeds of the runs that are measured.
-
-  Yields:
-    A task, and {contender: (the best setting, {setting: error of the tuning},
-    what the function returned for each seed)}.
-  """
-  total = sum(len(settings) * len(tuning_seeds) + len(seeds)
-              for settings in contenders.values())
-  with _extras.load("tqdm").tqdm(total=len(tasks) * total) as progress:
-    for task in tasks:
-      run, found = runs_of(task, progress), {}
-
-      def run_all(*args, of, run=run):
-        for seed in of:
-          yield run(*args, seed, of is tuning_seeds)
-          progress.update()
-
-      for name, settings in contenders.items():
-        best, errors = least(
-            settings, lambda setting, name=name: float(np.mean(
-                [np.ravel(x)[-1] for x in run_all(
-                    name, setting, of=tuning_seeds)])))
-        found[name] = best, errors, [*run_all(name, best, of=seeds)]
-      yield task, found
+CLASSES = (
+    cross_entropy, lambda y, outputs, loss: 100 * np.mean(
+        np.argmax(outputs, axis=-1) != y), "wrong (%)")
+REGRESSION = (
+    lambda y, outputs: tf.square(y - outputs),
+    lambda y, outputs, loss: 100 * loss / np.var(y),
+    "variance not explained (%)")
+# A perplexity is at most 9999.
+WORDS = (cross_entropy, lambda y, outputs, loss: np.exp(
+    min(loss, np.log(9999))), "perplexity of a word")
+LETTERS = (*WORDS[:2], "perplexity of a character")
 
 
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -406,22 +357,19 @@ def read_documents(limit=None):
   Args:
     limit: The number of source files to read; by default all.
   """
-  root = sysconfig.get_path("stdlib")
-  paths = []
-  for folder, folders, files in os.walk(root):
-    # Skip other installed packages, and files with hardly any words.
-    folders[:] = sorted(set(folders) - {
-        "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
-        "tests"})
-    paths += [os.path.join(folder, name) for name in sorted(files)
-              if name.endswith(".py")]
+  # Without other installed packages, and files with hardly any words.
+  skipped = {"__pycache__", "dist-packages", "idle_test", "site-packages",
+             "test", "tests"}
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  paths = sorted((path for path in root.rglob("*.py")
+                  if not skipped.intersection(path.relative_to(root).parts)),
+                 key=lambda path: (path.parent.parts, path.name))
   documents = []
   for path in _extras.load("tqdm").tqdm(paths[:limit], unit="file"):
-    with open(path, "rb") as f:
-      try:
-        tree = ast.parse(f.read())
-      except SyntaxError:
-        continue  # Templates, and files with errors on purpose.
+    try:
+      tree = ast.parse(path.read_bytes())
+    except SyntaxError:
+      continue  # Templates, and files with errors on purpose.
     for node in ast.walk(tree):
       if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
                            ast.AsyncFunctionDef)):

@@ -31,17 +31,14 @@ the end of runs with seeds that are not those of the table. The statistics of
 batch normalizations are recalibrated for all. The table and the figure have the
 mean, the least and the largest error of all seeds.
 
-A run is kept in runs-TASK.json once it has ended. The command goes on from
-there. Commands for some of the tasks can run beside each other.
+A run that is killed starts from the beginning. Commands for some of the tasks
+can run beside each other.
 """
 
 import collections
 import functools
 import itertools
-import json
 import os
-import pathlib
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -51,112 +48,85 @@ import wrapopt
 from wrapopt.checkpoints import _rate_decay
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
+from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
 layers = keras.layers
 
 _BATCH = 32
-_WARMUPS = (0.02, 0.05, 0.1)  # Parts of the steps in which the rate rises.
-_WARMUP = 0.05  # Where that is not the setting.
+_WARMUP = 0.05  # The part of the steps in which the rate rises.
 _KEPT = 48  # Weights that a run keeps, for means and merges.
-_WIDTHS = (0.05, 0.1, 0.2)
-_PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
-_POWERS = (0.2, 0.4, 0.8)
-_BETAS = (0.8, 0.9, 0.95)
-_DECAYS = (0.97, 0.99, 0.997)
 _WINDOW = 12  # Characters from which the next one is predicted.
-
-
-class Way(NamedTuple):
-  """A way to train, and which weights to evaluate.
-
-  Attributes:
-    run: A key of _OPTIMIZERS.
-    setting: The argument of that: the warm-up of a constant or cosine rate.
-    average: The average to evaluate: a key of `averages_of`, or "model".
-  """
-  run: str
-  setting: float
-  average: str = "model"
-
-
-_OPTIMIZERS = {
-    "constant": lambda steps, warmup: keras.optimizers.Adam(
-    ) if warmup != _WARMUP else wrapopt.keras.MovingAverage(
-        "adam", [*map(wrapopt.PowerDecay, _WIDTHS),
-                 *(wrapopt.BEMA(bias_power=power) for power in _POWERS)]),
-    "cosine": lambda steps, warmup: keras.optimizers.Adam(),
-    "schedule-free": lambda steps, beta: wrapopt.keras.ScheduleFree(
-        keras.optimizers.Adam(beta_1=beta), beta, _steps(_WARMUP, steps)),
-    "gpa": lambda steps, decay: wrapopt.keras.PrimalAverage(
-        "adam", average_decay=decay),
-    "keras": lambda steps, beta: keras.optimizers.ScheduleFreeAdamW(
-        beta_1=beta, warmup_steps=_steps(_WARMUP, steps)),
-}
-WAYS = {
-    "constant": [Way("constant", x) for x in _WARMUPS],
-    "cosine": [Way("cosine", x) for x in _WARMUPS],
-    "EMA": [Way("constant", _WARMUP, f"EMA {x}") for x in _WIDTHS],
-    "SWA, LAWA": [Way("constant", _WARMUP, f"LAWA {x}") for x in _PARTS],
-    "WSM": [Way("constant", _WARMUP, f"WSM {x}") for x in _PARTS],
-    "BEMA": [Way("constant", _WARMUP, f"BEMA {x}") for x in _POWERS],
-    "Schedule-Free": [Way("schedule-free", x, "x") for x in _BETAS],
-    "GPA": [Way("gpa", x, "x") for x in _DECAYS],
-    "Keras's y": [Way("keras", x) for x in _BETAS],
-}
+_PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
+SETTINGS = {  # {contender: the values of its setting}
+    "constant": (0.02, 0.05, 0.1), "cosine": (0.02, 0.05, 0.1),
+    "EMA": (0.05, 0.1, 0.2), "SWA, LAWA": _PARTS, "WSM": _PARTS,
+    "BEMA": (0.2, 0.4, 0.8), "Schedule-Free": (0.8, 0.9, 0.95),
+    "GPA": (0.97, 0.99, 0.997), "Keras's y": (0.8, 0.9, 0.95)}
 if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-  del WAYS["Keras's y"]  # Older versions of Keras 3 lack it.
-CONTENDERS = tuple(WAYS)
-_STYLES = dict(zip(CONTENDERS, (
+  del SETTINGS["Keras's y"]  # Older versions of Keras 3 lack it.
+_AVERAGES = ("EMA", "SWA, LAWA", "WSM", "BEMA")  # Of the constant rate.
+_STYLES = dict(zip(SETTINGS, (
     "k.:", "C2.-", "C0.-", "C4.-", "C5.-", "C1.-", "C3.-", "C6.-", "C7.:")))
 
 
-def make_optimizer(way, steps):
-  return _OPTIMIZERS[way.run](steps, way.setting)
-
-
-def setting_of(way):
-  """The setting that was chosen for a way: a number."""
-  _, setting, average = way
-  return (setting if average in ("model", "x") else
-          float(average.split()[-1]))
+def make_optimizer(run_, setting, steps):
+  """The optimizer of a run: of a contender that is no average of another."""
+  if run_ == "Schedule-Free":
+    return wrapopt.keras.ScheduleFree(
+        keras.optimizers.Adam(beta_1=setting), setting, _steps(_WARMUP, steps))
+  if run_ == "GPA":
+    return wrapopt.keras.PrimalAverage("adam", average_decay=setting)
+  if run_ == "Keras's y":
+    return keras.optimizers.ScheduleFreeAdamW(
+        beta_1=setting, warmup_steps=_steps(_WARMUP, steps))
+  if (run_, setting) == ("constant", _WARMUP):
+    return wrapopt.keras.MovingAverage("adam", [
+        *map(wrapopt.PowerDecay, SETTINGS["EMA"]),
+        *(wrapopt.BEMA(bias_power=power) for power in SETTINGS["BEMA"])])
+  return keras.optimizers.Adam()
 
 
 def _steps(part, steps):
   return max(1, round(part * steps))
 
 
-def rates_of(way, rate, steps):
+def rates_of(run_, setting, rate, steps):
   """The learning rates of all steps, without the warm-up of an optimizer."""
   t = np.arange(steps, dtype=np.float32)
-  if way.run in ("keras", "schedule-free"):
+  if run_ in ("Keras's y", "Schedule-Free"):
     return np.full(steps, rate, np.float32)
-  warmup = _steps(_WARMUP if way.run == "gpa" else way.setting, steps)
+  warmup = _steps(_WARMUP if run_ == "GPA" else setting, steps)
   rates = rate * np.minimum(1, (t + 1) / warmup)
-  if way.run == "cosine":
+  if run_ == "cosine":
     done = np.clip((t - warmup) / max(1, steps - warmup), 0, 1)
     rates *= (1 + np.cos(np.pi * done)) / 2
   return rates.astype(np.float32)
 
 
-def averages_of(optimizer, variables, kept):
-  """{name: weights} of all averages of a run now.
+def weights_of(optimizer, variables, kept):
+  """The weights to evaluate now.
 
   Args:
     optimizer: The optimizer.
     variables: The variables that it trains.
     kept: {step: weights} so far.
+
+  Returns:
+    A dict: those of the run itself under None, and those of the averages under
+    (contender, setting).
   """
   if isinstance(optimizer, (wrapopt.keras.PrimalAverage,
                             wrapopt.keras.ScheduleFree)):
-    return {"x": [optimizer.average(v).numpy() for v in variables]}
+    return {None: [optimizer.average(v).numpy() for v in variables]}
+  found = {None: [v.numpy() for v in variables]}
   if not isinstance(optimizer, wrapopt.keras.MovingAverage):
-    return {}
-  names = [f"EMA {x}" for x in _WIDTHS] + [f"BEMA {x}" for x in _POWERS]
-  found = {name: [tf.convert_to_tensor(optimizer.average(v, decay)).numpy()
-                  for v in variables]
-           for name, decay in zip(names, optimizer.decays())}
+    return found
+  names = [(name, x) for name in ("EMA", "BEMA") for x in SETTINGS[name]]
+  for name, decay in zip(names, optimizer.decays(), strict=True):
+    found[name] = [tf.convert_to_tensor(optimizer.average(v, decay)).numpy()
+                   for v in variables]
   steps = np.array([*kept], np.float64)
   for part in _PARTS:
     begin = steps[-1] * (1 - part)
@@ -164,8 +134,8 @@ def averages_of(optimizer, variables, kept):
         np.tensordot(weights, x, 1).astype(np.float32)
         for x in map(np.stack, zip(*kept.values()))]
     latest = (steps >= begin) / np.sum(steps >= begin)
-    found[f"LAWA {part}"] = merge(latest)
-    found[f"WSM {part}"] = merge(
+    found["SWA, LAWA", part] = merge(latest)
+    found["WSM", part] = merge(
         _rate_decay.of_weights(steps, "linear", steps[-1] - begin)
         if len(steps) > 1 and begin >= steps[0] else latest)
   return found
@@ -189,8 +159,7 @@ TASKS = {
         *_tasks.CLASSES),
     "diabetes": _tasks.Task(
         _tasks.split_diabetes, lambda: _tasks.make_dense((10,), 16, 1),
-        lambda y, outputs: tf.square(y - outputs), _tasks.unexplained,
-        "variance not explained (%)"),
+        *_tasks.REGRESSION),
     "tokens": _tasks.Task(
         _tasks.split_tokens, lambda: keras.Sequential([
             keras.Input((64,), dtype="int32"), layers.Embedding(64 * 17, 16),
@@ -204,11 +173,11 @@ TASKS = {
 
 
 class Trainer:
-  """Trains a model in one way, several times, traced once."""
+  """Trains a model in one run, several times, traced once."""
 
-  def __init__(self, task, split, way, steps):
-    self._task, self._split, self._way = task, split, way
-    self._steps = steps
+  def __init__(self, task, split, steps, run_, setting):
+    self._task, self._split, self._steps = task, split, steps
+    self._run = run_, setting
     self._model, self._optimizer = model, optimizer = self._make(0)
     x, y = map(tf.constant, split.training)
     self._calibration = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
@@ -233,7 +202,7 @@ class Trainer:
   def _make(self, seed):
     keras.utils.set_random_seed(seed)
     model = self._task.make_model()
-    optimizer = make_optimizer(self._way, self._steps)
+    optimizer = make_optimizer(*self._run, self._steps)
     optimizer.build(model.trainable_variables)
     return model, optimizer
 
@@ -257,13 +226,13 @@ class Trainer:
       part: The part of the split to evaluate on.
 
     Returns:
-      {average: the errors after these numbers of steps}.
+      {key of `weights_of`: the errors after these numbers of steps}.
     """
     self._reset(seed)
     rng = np.random.default_rng(seed)
     n = len(self._split.training[0])
     batches = rng.integers(n, size=(self._steps, _BATCH), dtype=np.int32)
-    rates = rates_of(self._way, rate, self._steps)
+    rates = rates_of(*self._run, rate, self._steps)
     variables = self._model.trainable_variables
     kept, errors, begin = {}, collections.defaultdict(list), 0
     for end in sorted({*points, *_command.points(self._steps, _KEPT)}):
@@ -271,8 +240,8 @@ class Trainer:
       kept[end] = [v.numpy() for v in variables]
       begin = end
       if end in points:
-        for name, weights in {"model": kept[end], **averages_of(
-            self._optimizer, variables, kept)}.items():
+        for name, weights in weights_of(
+            self._optimizer, variables, kept).items():
           errors[name].append(self._evaluate(weights, part))
     return errors
 
@@ -286,79 +255,57 @@ class Trainer:
     return error
 
 
-class Runs:
-  """The errors of all runs of a task, which a file keeps."""
-
-  def __init__(self, folder, name, files, steps):
-    self._path = pathlib.Path(folder, f"runs-{name}.json")
-    self._of = f"{steps} steps, {files} files"
-    self._errors = (json.loads(self._path.read_text("utf-8"))
-                    if self._path.exists() else {})
-    task = TASKS[name]
-    split = task.load(files)
-    # Ways that differ only in the average share their runs.
-    self._trainer = functools.cache(
-        lambda *way: Trainer(task, split, Way(*way), steps))
-
-  def errors(self, way, rate, seed, points, part):
-    """As those of a Trainer, of the way's average: a list."""
-    key = f"{self._of}: {way.run} {way.setting}, {rate}, {seed}, {part}"
-    if key not in self._errors:
-      self._errors[key] = self._trainer(*way[:2]).run(seed, rate, points, part)
-      new = self._path.with_suffix(".json.new")
-      new.write_text(json.dumps(self._errors), "utf-8")
-      new.replace(self._path)
-    return self._errors[key][way.average]
-
-
 def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
         quick=False):
   points = _command.points(steps, 4 if quick else 12)
   rates = (0.003, 0.01) if quick else (
       0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
   tuning_seeds = (1000,) if quick else (1000, 1001)
-  settings = {name: [*itertools.product(ways[1:2] if quick else ways, rates)]
-              for name, ways in WAYS.items()}
 
-  def runs_of(name, progress):
-    runs = Runs(out, name, 12 if quick else 120, steps)
+  def trainer_of(name, found):
+    del found
+    task = TASKS[name]
+    split = task.load(12 if quick else 120)
 
-    def errors(contender, setting, seed, tunes):
-      progress.set_postfix_str(f"{name}: {contender}")
-      return runs.errors(*setting, seed, *(
-          (points[-1:], "validation") if tunes else (points, "held_out")))
+    trainer = functools.cache(functools.partial(Trainer, task, split, steps))
 
-    return errors
+    @functools.cache  # The averages of a run share it.
+    def errors_of(rate, seed, points, part, *run_):
+      return trainer(*run_).run(seed, rate, points, part)
 
-  found = {
-      name: {contender: {
-          "way": way, "rate": rate,
-          "validation": [(*x, error) for x, error in validation.items()],
-          "errors": errors}
-             for contender, ((way, rate), validation, errors) in rows.items()}
-      for name, rows in _tasks.compare(
-          tasks, settings, runs_of, tuning_seeds, range(seeds))}
+    def train(contender, setting, seed, points, part):
+      value, rate = setting
+      of = rate, seed, tuple(points), part
+      return errors_of(*of, "constant", _WARMUP)[contender, value] if (
+          contender in _AVERAGES) else errors_of(*of, contender, value)[None]
 
-  def cells(row):
-    mean, least, largest = _command.of_seeds(row["errors"])
+    return train
+
+  found = _study.compare(
+      tasks, {name: [*itertools.product(
+          values[1:2] if quick else values, rates)]
+              for name, values in SETTINGS.items()},
+      trainer_of, points, tuning_seeds, range(seeds))
+
+  def cells(setting, rate):
     # It might be better beyond the grid.
-    edge = "*" if row["rate"] in (rates[0], rates[-1]) else ""
-    return [mean, f"{least} - {largest}", f"{row['rate']:g}{edge}",
-            setting_of(row["way"])]
+    return f"{rate:g}" + "*" * (rate in (rates[0], rates[-1])), setting
 
-  for name, rows in found.items():
-    _command.print_table(
-        f"{name}: {TASKS[name].label}, held out (*: the end of the grid)",
-        ["after steps", points[-1], "least - largest", "rate", "setting"],
-        [[contender, *cells(row)] for contender, row in rows.items()])
+  _study.print_tables(
+      found, TASKS, f"held out, after {steps} steps (*: the end of the grid)",
+      ["rate", "setting"], lambda of: cells(*of.best))
   _plots.draw_curves(
       os.path.join(out, "curves.png"), "held-out error, mean of the seeds",
-      "optimizer steps", [_plots.Panel(name, TASKS[name].label, {
-          contender: (points, row["errors"], _STYLES[contender])
-          for contender, row in rows.items()})
-                          for name, rows in found.items()])
+      "optimizer steps", [
+          _study.panel(name, TASKS[name].label, points, {
+              contender: of.errors for contender, of in of_task.items()},
+                       _STYLES) for name, of_task in found.items()])
   return {"rates": rates, "tuning_seeds": tuning_seeds, "points": points,
-          "tasks": found}
+          "tasks": {name: {contender: {
+              "setting": of.best[0], "rate": of.best[1],
+              "validation": [(*tried, error) for tried, error in of.tried],
+              "errors": of.errors} for contender, of in of_task.items()}
+                    for name, of_task in found.items()}}
 
 
 def main(argv=None):

@@ -13,6 +13,7 @@ continue without it.
 
 import os
 
+import numpy as np
 import tensorflow as tf
 
 import wrapopt
@@ -95,52 +96,46 @@ class _Net(_tasks.GraphNet):
     super().__init__(data, held_out, 8, [seed, part, parts])
 
 
-def run_cluster(rounds, seed, kill_worker):
-  """Trains; returns the result of each worker, None for a killed one."""
+def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
   with _cluster.Cluster([average, alone], preload=[_tasks.__name__], ps=1,
                         chief=1, worker=_WORKERS - 1) as cluster, \
       _extras.load("tqdm").tqdm(total=rounds, unit="round") as progress:
-    chief, *workers = tasks = [
+    chief, *others = [
         task for (job, _), task in cluster.tasks.items() if job != "ps"]
-    killed = []
+    last = others[-1]
 
     def on_round(over):
       if over == 0:
-        for worker in workers:
+        for worker in others:
           worker.tell("average", rounds=rounds, seed=seed)
       progress.update(over - progress.n)
-      if kill_worker and not killed and over >= rounds // 2:
-        killed.append(workers[-1])
-        workers[-1].kill()
-        progress.write(f"{workers[-1].name} was killed after {over} rounds.")
+      if kill_worker and over >= rounds // 2 and last.process.is_alive():
+        last.kill()
+        progress.write(f"{last.name} was killed after {over} rounds.")
 
     chief.tell("average", rounds=rounds, seed=seed)
-    results = [chief.answer(on_round)]
-    results += [None if w in killed else w.answer() for w in workers]
+    workers = {chief.name: chief.answer(on_round)}
+    for worker in others:
+      workers[worker.name] = (
+          None if kill_worker and worker is last else worker.answer())
     baselines = [
         chief.ask("alone", steps=rounds * _INTERVAL, parts=parts, seed=seed)
         for parts in (_WORKERS, 1)]
-    return dict(zip((t.name for t in tasks), results)), baselines
 
-
-def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
-  workers, baselines = run_cluster(rounds, seed, kill_worker)
   rows, curves = [], {}
   for i, (name, worker) in enumerate(workers.items()):
     if worker is None:
-      rows.append([name, "killed", "", "", ""])
+      rows.append([name, "killed"])
       continue
-    over, own, mean = zip(*worker["curve"])
+    over, own, mean = np.transpose(worker["curve"])
     rows.append([name, worker["scans"], worker["steps"], f"{own[-1]:.2%}",
                  f"{mean[-1]:.2%}"])
     curves[name.removeprefix("/job:").replace("/task:", " ")] = (
-        over, [100 * x for x in own], f"C{i}:")
-    if i == 0:
-      of_mean = over, [100 * x for x in mean], "k"
-  curves["mean"] = of_mean
+        over, 100 * own, f"C{i}:")
+  over, _, mean = np.transpose(workers[chief.name]["curve"])
+  curves["mean"] = over, 100 * mean, "k"
   for net, style in zip(baselines, ("C7--", "C7-.")):
-    rows.append(["alone", net["scans"], net["steps"], f"{net['accuracy']:.2%}",
-                 ""])
+    rows.append(["alone", net["scans"], net["steps"], f"{net['accuracy']:.2%}"])
     curves[f"alone, {net['scans']} scans"] = (
         [1, rounds], [100 * net["accuracy"]] * 2, style)
   _command.print_table(

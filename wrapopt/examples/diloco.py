@@ -66,6 +66,7 @@ from wrapopt import server as server_module
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
+from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
@@ -132,28 +133,16 @@ def _load_text(files):
   return split
 
 
-class Task(NamedTuple):
-  """A task.
-
-  Attributes:
-    of: The `_tasks.Task`, whose `load` returns a function of a seed: the
-      (inputs, targets) to train on, and others.
-    rate: A learning rate.
-    sync_every: The steps in a round.
-  """
-  of: _tasks.Task
-  rate: float
-  sync_every: int
-
-
+# The `load` of each returns a function of a seed: (inputs, targets) to train on,
+# and others.
 TASKS = {
-    "digits": Task(_tasks.Task(
+    "digits": _tasks.Task(
         lambda files: _tasks.load_digits, _tasks.make_net, *_tasks.CLASSES),
-                   1e-3, 20),
-    "text": Task(_tasks.Task(
+    "text": _tasks.Task(
         _load_text, lambda: _tasks.make_letters_net(_BEFORE), *_tasks.LETTERS),
-                 2e-3, 50),
 }
+_RATES = {"digits": 1e-3, "text": 2e-3}
+_SYNC_EVERY = {"digits": 20, "text": 50}  # The steps in a round.
 
 
 class Run(NamedTuple):
@@ -178,11 +167,12 @@ class Trainer:
 
   def __init__(self, run_, strategy):
     self._task, self._held_out = TASKS[run_.task], run_.held_out
-    self._rate = run_.setting.rate * self._task.rate
+    self._rate = run_.setting.rate * _RATES[run_.task]
+    self._sync_every = _SYNC_EVERY[run_.task]
     self._strategy = strategy
     keras.utils.set_random_seed(run_.seed)
     with strategy.scope():
-      self._model = self._task.of.make_model()
+      self._model = self._task.make_model()
     self._variables = self._model.trainable_variables
     self._size = 4 * self._model.count_params()
     self._steps = self._sent = 0
@@ -195,13 +185,12 @@ class Trainer:
       optimizer = wrap(keras.optimizers.Adam(self._rate))
       optimizer.build(self._variables)
     return optimizer, _tasks.step_of(self._strategy, self._model, optimizer,
-                                     self._task.of.loss)
+                                     self._task.loss)
 
   def step(self):
     start = time.perf_counter()
     self._steps += 1
-    ended = self._steps == self._overlap + (
-        self._task.sync_every * len(self.rows))
+    ended = self._steps == self._overlap + self._sync_every * len(self.rows)
     self._take(ended)
     if self._steps > 1:
       self._seconds += time.perf_counter() - start
@@ -216,8 +205,8 @@ class Trainer:
     # In all workers, so that none runs ahead while the clock stands.
     weights = self._weights()
     self.rows.append((
-        self._task.sync_every * len(self.rows), self._seconds, self._sent,
-        self._task.of.error_of(
+        self._sync_every * len(self.rows), self._seconds, self._sent,
+        self._task.error_of(
             lambda x: self._model.stateless_call(weights, [], x)[0],
             self._held_out)))
 
@@ -246,7 +235,7 @@ class Worker(Trainer):
           {"outer_learning_rate": run_.setting.center, **_DILOCO[way]})
       self._local = make(
           self._variables, run_.addresses, f"worker-{task.number}", _WORKERS,
-          self._task.sync_every, round_timeout_secs=120, name="job",
+          self._sync_every, round_timeout_secs=120, name="job",
           **arguments)
       self._overlap = self._local.overlap_steps
 
@@ -312,10 +301,10 @@ class Elastic(Trainer):
       outputs, _ = self._model.stateless_call(variables, [], x)
       opt = wrapopt.ElasticAverageOptimizer(
           tf1.train.AdamOptimizer(self._rate, epsilon=1e-7),  # As Keras.
-          _WORKERS, getter, self._task.sync_every,
+          _WORKERS, getter, self._sync_every,
           run_.setting.center / _WORKERS, rho=0)
       self._train_op = opt.minimize(
-          tf.reduce_mean(self._task.of.loss(y, outputs)))
+          tf.reduce_mean(self._task.loss(y, outputs)))
       self._centers = [getter.centers[v] for v in variables]
       start = opt.get_init_op(task.number)
     self._session = task.session(graph)
@@ -398,67 +387,66 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
 
   The steps are rounded up to whole rounds.
   """
-  tried = {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
-           for way in ways}
+  if quick:
+    steps = min(steps, 100)
 
-  def runs_of(name, progress):
-    split = TASKS[name].of.load(12 if quick else 120)
-    of_task = min(steps, 100) if quick else steps
-    of_task += -of_task % TASKS[name].sync_every
+  def trainer_of(name, found):
+    del found
+    split = TASKS[name].load(12 if quick else 120)
 
-    def run_one(way, setting, s, tunes):
-      del tunes
-      progress.set_postfix_str(f"{name}: {way}, {setting}")
-      return run(name, way, setting, s, of_task, *split(s))
+    def train(way, setting, seed, points, part):
+      del points, part  # After each round. A seed has a split of its own.
+      return run(name, way, setting, seed,
+                 steps + -steps % _SYNC_EVERY[name], *split(seed))
 
-    return run_one
+    return train
 
-  found, tuned = {}, {}
-  for name, of_ways in _tasks.compare(
-      tasks, tried, runs_of, [seed + seeds], range(seed, seed + seeds)):
-    found[name] = {way: rows for way, (*_, rows) in of_ways.items()}
-    tuned[name] = {way: list(errors.items())
-                   for way, (_, errors, _) in of_ways.items()}
+  found = _study.compare(
+      tasks, {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
+              for way in ways},
+      trainer_of, (), [seed + seeds], range(seed, seed + seeds))
+  for name, of_ways in found.items():
     _command.print_table(
         f"{name}: errors of the settings that were tried, and the best",
-        ["way", "best", *["error"] * max(map(len, tried.values()))],
-        [[way, best, *(f"{e:.2f}" for e in errors.values())]
-         for way, (best, errors, _) in of_ways.items()])
+        ["way", "best", *["error"] * max(
+            len(of.tried) for of in of_ways.values())],
+        [[way, of.best, *(f"{error:.2f}" for _, error in of.tried)]
+         for way, of in of_ways.items()])
   show(out, found)
-  return {"tasks": found, "tuned": tuned}
+  return {"tasks": {name: {way: of.errors for way, of in of_ways.items()}
+                    for name, of_ways in found.items()},
+          "tuned": {name: {way: of.tried for way, of in of_ways.items()}
+                    for name, of_ways in found.items()}}
 
 
 def show(out, found):
-  """Prints and draws {task: {way: the rows of each seed}}."""
-  table, panels = [], []
+  """Prints and draws {task: {way: Found}}."""
+
+  def cells(of):
+    _, seconds, sent, _ = np.mean(of.errors, axis=0)[-1]
+    return of.best, f"{sent / 1e6:.2f}", f"{seconds:.1f}"
+
+  _study.print_tables(found, TASKS, "held out", ["setting", "MB sent",
+                                                 "seconds"], cells)
+  panels = []
   for name, of_ways in found.items():
-    curves = {way: np.moveaxis(np.array(rows), -1, 0)
-              for way, rows in of_ways.items()}
     # The bytes differ between seeds only in asynchronous training.
-    megabytes = {way: sent.mean(axis=0) / 1e6
-                 for way, (_, _, sent, _) in curves.items()}
-    table += [[name, way, int(steps[0, -1]), *_command.of_seeds(errors),
-               f"{megabytes[way][-1]:.2f}", f"{seconds[:, -1].mean():.1f}"]
-              for way, (steps, seconds, _, errors) in curves.items()]
-    sending = [x[1:] for x in megabytes.values() if x.any()] or [[0.1, 1]]
-    ends = np.min(sending), np.max(sending)
+    curves = {way: (*np.mean(of.errors, axis=0).T[1:3],
+                    np.array(of.errors)[..., 3]) for way, of in of_ways.items()}
+    sending = [sent[1:] for _, sent, _ in curves.values() if sent.any()] or [
+        [1e5, 1e6]]
+    ends = np.divide([np.min(sending), np.max(sending)], 1e6)
     # Of those that send nothing, the errors in the end.
     over_bytes = {way: (
-        (megabytes[way][1:], errors[:, 1:], _STYLES[way])
-        if megabytes[way].any() else
+        (sent[1:] / 1e6, errors[:, 1:], _STYLES[way]) if sent.any() else
         (ends, np.repeat(errors[:, -1:], 2, axis=1), _STYLES[way]))
-                  for way, (*_, errors) in curves.items()}
-    over_time = {way: (seconds.mean(axis=0), errors, _STYLES[way])
-                 for way, (_, seconds, _, errors) in curves.items()}
-    label = TASKS[name].of.label
+                  for way, (_, sent, errors) in curves.items()}
+    over_time = {way: (seconds, errors, _STYLES[way])
+                 for way, (seconds, _, errors) in curves.items()}
+    label = TASKS[name].label
     panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
                             over_bytes, "log"),
                _plots.Panel(f"{name}, over seconds", label, over_time)]
-  _command.print_table(
-      "errors on held-out data: the mean, least and largest of the seeds; what "
-      "a worker sent",
-      ["task", "way", "steps", "error", "least", "largest", "MB sent",
-       "seconds"], table)
   _plots.draw_curves(
       os.path.join(out, "diloco.png"),
       f"{_WORKERS} workers; band: the least and the largest of the seeds",
