@@ -228,7 +228,8 @@ def check_comparison(task, errors, label, lines):
   """Checks the numbers of errors, and one line of a table."""
   assert [len(row) for row in errors] == [4, 4], task
   last = [row[-1] for row in errors]
-  shown = [f"{np.mean(last):.2f}", f"({min(last):.2f}", "-", f"{max(last):.2f})"]
+  shown = [f"{np.mean(last):.2f}", f"({min(last):.2f}", "-",
+           f"{max(last):.2f})"]
   at = len(label)
   assert any(line[:at] == label and shown in (
       line[i:i + 4] for i in range(at, len(line))) for line in lines), shown

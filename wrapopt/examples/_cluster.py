@@ -6,6 +6,7 @@ through a pipe. It ends with the process that started it, also if that is
 killed.
 """
 
+from concurrent import futures
 import contextlib
 import functools
 import logging
@@ -127,6 +128,27 @@ class Cluster:
       process.kill()
 
 
+def ask_all(name, arguments):
+  """Makes processes call the function of this name, at the same time.
+
+  Args:
+    name: The name.
+    arguments: {Process: its arguments, a dict}.
+
+  Returns:
+    The results, a list.
+
+  Raises:
+    RuntimeError: If one fails. The others may still wait for it.
+  """
+  pool = futures.ThreadPoolExecutor(len(arguments))
+  waiting = [pool.submit(process.ask, name, **of)
+             for process, of in arguments.items()]
+  for done in futures.as_completed(waiting):
+    done.result()
+  return [done.result() for done in waiting]
+
+
 def free_ports(n):
   with contextlib.ExitStack() as stack:
     return [stack.enter_context(socket.create_server(("localhost", 0)))
@@ -201,6 +223,17 @@ class Task:
   @functools.cached_property
   def coordinator(self):
     return tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+
+  def scheduler(self, step, batches):
+    """A function that makes a worker take a step with a batch of its own.
+
+    Args:
+      step: A function of inputs and targets that takes a step.
+      batches: A function that makes the data set of a worker.
+    """
+    on_worker = tf.function(lambda iterator: step(*next(iterator)))
+    iterator = iter(self.coordinator.create_per_worker_dataset(batches))
+    return lambda: self.coordinator.schedule(on_worker, (iterator,))
 
 
 def _log_lost_sessions():

@@ -1,10 +1,10 @@
 """A study: contenders are tuned on tasks, trained, and compared."""
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from wrapopt import _extras
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
 
@@ -42,28 +42,30 @@ def compare(tasks, contenders, trainer_of, points, tuning_seeds, seeds):
   runs = sum(len(settings) * len(tuning_seeds) + len(seeds)
              for settings in contenders.values())
   results = {}
-  with _extras.load("tqdm").tqdm(total=len(tasks) * runs) as progress:
+  with _command.progress(total=len(tasks) * runs) as progress:
 
-    def train_all(train, task, contender, setting, seeds, *evaluation):
+    def train_all(train_one, task, contender, setting, seeds, *evaluation):
+      progress.set_postfix_str(f"{task}: {contender}")
       errors = []
       for seed in seeds:
-        progress.set_postfix_str(f"{task}: {contender}, {setting}")
-        errors.append(train(contender, setting, seed, *evaluation))
+        errors.append(train_one(contender, setting, seed, *evaluation))
         progress.update()
       return errors
 
     for task in tasks:
       results[task] = found = {}
-      train = trainer_of(task, found)
+      train = functools.partial(train_all, trainer_of(task, found), task)
       for contender, settings in contenders.items():
-        tried = [(setting, float(np.mean(_last(train_all(
-            train, task, contender, setting, tuning_seeds, points[-1:],
-            "validation"))))) for setting in settings]
+        tried = []
+        for setting in settings:
+          errors = train(contender, setting, tuning_seeds, points[-1:],
+                         "validation")
+          tried.append((setting, float(np.mean(_last(errors)))))
         # A run that diverges may have no number as its error.
         best, _ = min(tried, default=(None, None),
                       key=lambda of: np.nan_to_num(of[1], nan=np.inf))
-        found[contender] = Found(best, tried, train_all(
-            train, task, contender, best, seeds, points, "held_out"))
+        found[contender] = Found(best, tried, train(
+            contender, best, seeds, points, "held_out"))
   return results
 
 

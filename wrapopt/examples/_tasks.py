@@ -81,39 +81,40 @@ def logits_of(images):
 
 
 class GraphNet:
-  """The net in the current graph, and scans.
+  """A net in the current graph, and data.
 
   Attributes:
     loss: The mean loss of a batch.
+    samples: The number of samples to train on.
   """
 
-  def __init__(self, data, held_out, size, seed, later=tf.identity,
+  def __init__(self, data, held_out, size, seed, logits=logits_of,
                record=contextlib.nullcontext):
     """Makes the net.
 
     Args:
-      data: (images, labels) to train on.
-      held_out: (images, labels) to evaluate on.
+      data: (inputs, labels) to train on.
+      held_out: (inputs, labels) to evaluate on.
       size: The size of a batch.
       seed: The seed of the batches.
-      later: A function of the logits that returns them.
+      logits: A function of inputs that makes the net.
       record: A function that returns the context in which weights are read.
     """
     self._batches = batches(data, size, seed)
     self._held_out = held_out
-    self._inputs = images, labels = (
-        tf1.placeholder(tf.float32, [None, 8, 8, 1]),
-        tf1.placeholder(tf.int32, [None]))
+    self.samples = len(data[0])
+    self._inputs = x, y = [
+        tf1.placeholder(part.dtype, [None, *part.shape[1:]]) for part in data]
     with record():
-      self._logits = later(logits_of(images))
-      self.loss = tf.reduce_mean(cross_entropy(labels, self._logits))
+      self._logits = logits(x)
+      self.loss = tf.reduce_mean(cross_entropy(y, self._logits))
 
   def train(self, session, train_op, steps=1):
     for _ in range(steps):
       session.run(train_op, dict(zip(self._inputs, next(self._batches))))
 
   def outputs(self, session):
-    """The logits of the scans that are held out."""
+    """The logits of the inputs that are held out."""
     return session.run(self._logits, {self._inputs[0]: self._held_out[0]})
 
   def accuracy(self, session):
@@ -121,19 +122,23 @@ class GraphNet:
 
 
 def make_net():
-  return keras.Sequential([
-      keras.Input((8, 8, 1)),
-      layers.Conv2D(16, 3, padding="same", activation="relu"),
-      layers.MaxPooling2D(),
-      layers.Conv2D(32, 3, padding="same", activation="relu"),
-      layers.MaxPooling2D(),
-      layers.Flatten(),
-      layers.Dense(64, activation="relu"),
-      layers.Dense(10),
-  ])
+  return stack(
+      [keras.Input((8, 8, 1)),
+       layers.Conv2D(16, 3, padding="same", activation="relu"),
+       layers.MaxPooling2D(),
+       layers.Conv2D(32, 3, padding="same", activation="relu"),
+       layers.MaxPooling2D(), layers.Flatten()], 64, 10)
 
 
 # Other nets.
+
+
+def stack(first, *sizes):
+  """The layers `first`, and dense layers of these sizes."""
+  *hidden, last = sizes
+  return keras.Sequential([
+      *first, *(layers.Dense(size, "relu") for size in hidden),
+      layers.Dense(last)])
 
 
 def make_normalized(*filters):
@@ -142,23 +147,23 @@ def make_normalized(*filters):
       (layers.Conv2D(n, 3, padding="same", use_bias=False),
        layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D())
       for n in filters)
-  return keras.Sequential([
-      keras.Input((8, 8, 1)), *convolutions, layers.Flatten(),
-      layers.Dense(10)])
+  return stack([keras.Input((8, 8, 1)), *convolutions, layers.Flatten()], 10)
 
 
-def make_dense(shape, hidden, outputs):
-  return keras.Sequential([
-      keras.Input(shape), layers.Flatten(), layers.Dense(hidden, "relu"),
-      layers.Dense(outputs)])
+def make_dense(shape, *sizes):
+  return stack([keras.Input(shape), layers.Flatten()], *sizes)
+
+
+def make_embedded(length, rows, width, join, *sizes):
+  """Looks up `length` numbers, joins what is found by a layer, then dense."""
+  return stack([keras.Input((length,), dtype="int32"),
+                layers.Embedding(rows, width), join], *sizes)
 
 
 def make_letters_net(before):
   """A net that predicts a letter from those before it."""
-  return keras.Sequential([
-      keras.Input((before,), dtype="int32"),
-      layers.Embedding(len(_LETTERS), 16), layers.Flatten(),
-      layers.Dense(128, "relu"), layers.Dense(len(_LETTERS))])
+  return make_embedded(before, len(_LETTERS), 16, layers.Flatten(), 128,
+                       len(_LETTERS))
 
 
 def step_of(strategy, model, optimizer, loss):
@@ -365,7 +370,7 @@ def read_documents(limit=None):
                   if not skipped.intersection(path.relative_to(root).parts)),
                  key=lambda path: (path.parent.parts, path.name))
   documents = []
-  for path in _extras.load("tqdm").tqdm(paths[:limit], unit="file"):
+  for path in _command.progress(paths[:limit], unit="file"):
     try:
       tree = ast.parse(path.read_bytes())
     except SyntaxError:

@@ -52,8 +52,6 @@ from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
-layers = keras.layers
-
 _BATCH = 32
 _WARMUP = 0.05  # The part of the steps in which the rate rises.
 _KEPT = 48  # Weights that a run keeps, for means and merges.
@@ -71,17 +69,17 @@ _STYLES = dict(zip(SETTINGS, (
     "k.:", "C2.-", "C0.-", "C4.-", "C5.-", "C1.-", "C3.-", "C6.-", "C7.:")))
 
 
-def make_optimizer(run_, setting, steps):
-  """The optimizer of a run: of a contender that is no average of another."""
-  if run_ == "Schedule-Free":
+def make_optimizer(contender, setting, steps):
+  """The optimizer of a contender that is no average of another."""
+  if contender == "Schedule-Free":
     return wrapopt.keras.ScheduleFree(
         keras.optimizers.Adam(beta_1=setting), setting, _steps(_WARMUP, steps))
-  if run_ == "GPA":
+  if contender == "GPA":
     return wrapopt.keras.PrimalAverage("adam", average_decay=setting)
-  if run_ == "Keras's y":
+  if contender == "Keras's y":
     return keras.optimizers.ScheduleFreeAdamW(
         beta_1=setting, warmup_steps=_steps(_WARMUP, steps))
-  if (run_, setting) == ("constant", _WARMUP):
+  if (contender, setting) == ("constant", _WARMUP):
     return wrapopt.keras.MovingAverage("adam", [
         *map(wrapopt.PowerDecay, SETTINGS["EMA"]),
         *(wrapopt.BEMA(bias_power=power) for power in SETTINGS["BEMA"])])
@@ -92,14 +90,14 @@ def _steps(part, steps):
   return max(1, round(part * steps))
 
 
-def rates_of(run_, setting, rate, steps):
+def rates_of(contender, setting, rate, steps):
   """The learning rates of all steps, without the warm-up of an optimizer."""
   t = np.arange(steps, dtype=np.float32)
-  if run_ in ("Keras's y", "Schedule-Free"):
+  if contender in ("Keras's y", "Schedule-Free"):
     return np.full(steps, rate, np.float32)
-  warmup = _steps(_WARMUP if run_ == "GPA" else setting, steps)
+  warmup = _steps(_WARMUP if contender == "GPA" else setting, steps)
   rates = rate * np.minimum(1, (t + 1) / warmup)
-  if run_ == "cosine":
+  if contender == "cosine":
     done = np.clip((t - warmup) / max(1, steps - warmup), 0, 1)
     rates *= (1 + np.cos(np.pi * done)) / 2
   return rates.astype(np.float32)
@@ -114,7 +112,7 @@ def weights_of(optimizer, variables, kept):
     kept: {step: weights} so far.
 
   Returns:
-    A dict: those of the run itself under None, and those of the averages under
+    A dict: those of the run itself under None, and those of its averages under
     (contender, setting).
   """
   if isinstance(optimizer, (wrapopt.keras.PrimalAverage,
@@ -161,10 +159,8 @@ TASKS = {
         _tasks.split_diabetes, lambda: _tasks.make_dense((10,), 16, 1),
         *_tasks.REGRESSION),
     "tokens": _tasks.Task(
-        _tasks.split_tokens, lambda: keras.Sequential([
-            keras.Input((64,), dtype="int32"), layers.Embedding(64 * 17, 16),
-            layers.GlobalAveragePooling1D(), layers.Dense(32, "relu"),
-            layers.Dense(10)]),
+        _tasks.split_tokens, lambda: _tasks.make_embedded(
+            64, 64 * 17, 16, keras.layers.GlobalAveragePooling1D(), 32, 10),
         *_tasks.CLASSES),
     "text": _tasks.Task(
         _split_text, lambda: _tasks.make_letters_net(_WINDOW),
@@ -173,12 +169,13 @@ TASKS = {
 
 
 class Trainer:
-  """Trains a model in one run, several times, traced once."""
+  """Trains a model as one contender does, several times, traced once."""
 
-  def __init__(self, task, split, steps, run_, setting):
+  def __init__(self, task, split, steps, contender, setting):
     self._task, self._split, self._steps = task, split, steps
-    self._run = run_, setting
+    self._run = contender, setting
     self._model, self._optimizer = model, optimizer = self._make(0)
+    self._evaluated = evaluated = task.make_model()
     x, y = map(tf.constant, split.training)
     self._calibration = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
 
@@ -196,7 +193,7 @@ class Trainer:
 
     self._train = train
     self._predict = tf.function(
-        lambda x: model(x, training=False),
+        lambda x: evaluated(x, training=False),
         input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
 
   def _make(self, seed):
@@ -246,13 +243,11 @@ class Trainer:
     return errors
 
   def _evaluate(self, weights, part):
-    before = self._model.get_weights()
-    for v, value in zip(self._model.trainable_variables, weights, strict=True):
+    for v, value in zip(self._evaluated.trainable_variables, weights,
+                        strict=True):
       v.assign(value)
-    wrapopt.keras.recalibrate_batch_norm(self._model, self._calibration)
-    error = self._task.error_of(self._predict, getattr(self._split, part))
-    self._model.set_weights(before)
-    return error
+    wrapopt.keras.recalibrate_batch_norm(self._evaluated, self._calibration)
+    return self._task.error_of(self._predict, getattr(self._split, part))
 
 
 def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
@@ -266,18 +261,17 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
     del found
     task = TASKS[name]
     split = task.load(12 if quick else 120)
-
     trainer = functools.cache(functools.partial(Trainer, task, split, steps))
 
     @functools.cache  # The averages of a run share it.
-    def errors_of(rate, seed, points, part, *run_):
-      return trainer(*run_).run(seed, rate, points, part)
+    def errors_of(contender, value, rate, seed, points, part):
+      return trainer(contender, value).run(seed, rate, points, part)
 
-    def train(contender, setting, seed, points, part):
+    def train(contender, setting, *how):
       value, rate = setting
-      of = rate, seed, tuple(points), part
-      return errors_of(*of, "constant", _WARMUP)[contender, value] if (
-          contender in _AVERAGES) else errors_of(*of, contender, value)[None]
+      if contender in _AVERAGES:
+        return errors_of("constant", _WARMUP, rate, *how)[contender, value]
+      return errors_of(contender, value, rate, *how)[None]
 
     return train
 
@@ -308,9 +302,7 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
                     for name, of_task in found.items()}}
 
 
-def main(argv=None):
-  _command.main("choosing", __doc__, argv, run)
-
+main = _command.command("choosing", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
@@ -47,10 +46,11 @@ def average(task, rounds, seed):
   with tf.Graph().as_default(), tf1.device(task.placement()):
     tf1.set_random_seed(seed)
     with tf1.variable_scope("", custom_getter=getter, use_resource=True):
-      net = _Net(0 if is_chief else 1 + task.number, _WORKERS, seed)
+      net = _make_net(0 if is_chief else 1 + task.number, _WORKERS, seed)
     global_step = tf1.train.get_or_create_global_step()
     opt = wrapopt.ModelAverageOptimizer(
-        net.optimizer, _WORKERS, is_chief, getter, _INTERVAL, min_workers=2,
+        tf1.train.MomentumOptimizer(0.02, 0.9), _WORKERS, is_chief, getter,
+        _INTERVAL, min_workers=2,
         round_timeout_secs=20.0)  # For late or dead workers.
     train_op = opt.minimize(net.loss, global_step)
     with tf1.train.MonitoredTrainingSession(
@@ -68,7 +68,7 @@ def average(task, rounds, seed):
         curve.append((over, own, net.accuracy(session)))
         if is_chief:
           task.report(over)
-  return {"scans": net.scans, "steps": steps, "curve": curve}
+  return {"scans": net.samples, "steps": steps, "curve": curve}
 
 
 def alone(task, steps, parts, seed):
@@ -76,30 +76,25 @@ def alone(task, steps, parts, seed):
   del task
   with tf.Graph().as_default():
     tf1.set_random_seed(seed)
-    net = _Net(0, parts, seed)
-    train_op = net.optimizer.minimize(net.loss)
+    net = _make_net(0, parts, seed)
+    train_op = tf1.train.MomentumOptimizer(0.02, 0.9).minimize(net.loss)
     with tf1.Session() as session:
       session.run(tf1.global_variables_initializer())
       net.train(session, train_op, steps)
-      return {"scans": net.scans, "steps": steps,
+      return {"scans": net.samples, "steps": steps,
               "accuracy": net.accuracy(session)}
 
 
-class _Net(_tasks.GraphNet):
-  """The net in the current graph, and a part of the scans."""
-
-  def __init__(self, part, parts, seed):
-    data, held_out = _tasks.load_digits(seed)
-    data = [x[part::parts] for x in data]
-    self.scans = len(data[0])
-    self.optimizer = tf1.train.MomentumOptimizer(0.02, 0.9)
-    super().__init__(data, held_out, 8, [seed, part, parts])
+def _make_net(part, parts, seed):
+  data, held_out = _tasks.load_digits(seed)
+  return _tasks.GraphNet([x[part::parts] for x in data], held_out, 8,
+                         [seed, part, parts])
 
 
 def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
   with _cluster.Cluster([average, alone], preload=[_tasks.__name__], ps=1,
                         chief=1, worker=_WORKERS - 1) as cluster, \
-      _extras.load("tqdm").tqdm(total=rounds, unit="round") as progress:
+      _command.progress(total=rounds, unit="round") as progress:
     chief, *others = [
         task for (job, _), task in cluster.tasks.items() if job != "ps"]
     last = others[-1]
@@ -150,9 +145,7 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
   return {"workers": workers, "alone": baselines}
 
 
-def main(argv=None):
-  _command.main("cluster_digits", __doc__, argv, run)
-
+main = _command.command("cluster_digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

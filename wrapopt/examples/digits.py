@@ -13,7 +13,6 @@ import os
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.examples import _command
 from wrapopt.examples import _tasks
 
@@ -55,7 +54,7 @@ def train(data, held_out, steps, seed, checkpoint):
 
     with tf1.Session() as session:
       session.run(tf1.global_variables_initializer())
-      for step in _extras.load("tqdm").trange(1, steps + 1):
+      for step in _command.progress(range(1, steps + 1)):
         net.train(session, train_op)
         if step in points:
           raw = net.accuracy(session)
@@ -88,9 +87,7 @@ def run(out="results/digits", steps=2000, seed=0):
   return {"fused": fused, "curve": rows}
 
 
-def main(argv=None):
-  _command.main("digits", __doc__, argv, run)
-
+main = _command.command("digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

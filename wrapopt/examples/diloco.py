@@ -51,11 +51,12 @@ and the memory of one machine, so the seconds say nothing about workers that a
 network connects.
 """
 
-from concurrent import futures
+import functools
+import itertools
 import json
 import os
 import time
-from typing import NamedTuple, Optional
+import types
 
 import keras
 import numpy as np
@@ -90,30 +91,15 @@ _STYLES = {"alone": "C7:", "all data": "k:", "synchronous": "C2--",
            "fragments": "C4-", "overlap": "C5-", "streaming": "C6.-"}
 WAYS = tuple(_STYLES)
 
-
-class Setting(NamedTuple):
-  """What is tuned.
-
-  Attributes:
-    rate: The learning rate of Adam, as a multiple of the task's.
-    center: How fast the center moves: the outer rate of DiLoCo, or the moving
-      rate of elastic averaging, of all workers. Or None.
-  """
-  rate: float
-  center: Optional[float] = None
-
-  def __str__(self):
-    return f"rate x {self.rate:g}" + (
-        f", center {self.center:g}" if self.center else "")
-
-
-# As many for each way.
-_SETTINGS = {way: [Setting(2.0**i) for i in range(-2, 6)] for way in WAYS}
+# What is tuned, in as many runs for each way: the learning rate of Adam, as a
+# multiple of the task's, and how fast the center moves. That is the outer rate
+# of DiLoCo, or the moving rate of elastic averaging, of all workers.
+_SETTINGS = {way: [(2.0**i,) for i in range(-2, 6)] for way in WAYS}
+for _way in _DILOCO:
+  _SETTINGS[_way] = [*itertools.product((1, 2, 4, 8), (0.7, 0.35))]
 # The default moving rate also divides by the period. In the 20 rounds of the
 # text, the center would move less than a third of the way to the workers.
-for _way in "elastic", *_DILOCO:
-  _SETTINGS[_way] = [Setting(rate, center) for rate in (1, 2, 4, 8) for center
-                     in ((0.9, 0.45) if _way == "elastic" else (0.7, 0.35))]
+_SETTINGS["elastic"] = [*itertools.product((1, 2, 4, 8), (0.9, 0.45))]
 
 _BEFORE = 16  # Characters that the net of the text sees.
 
@@ -133,8 +119,7 @@ def _load_text(files):
   return split
 
 
-# The `load` of each returns a function of a seed: (inputs, targets) to train on,
-# and others.
+# `load` returns a function of a seed: the samples to train on, and others.
 TASKS = {
     "digits": _tasks.Task(
         lambda files: _tasks.load_digits, _tasks.make_net, *_tasks.CLASSES),
@@ -143,17 +128,6 @@ TASKS = {
 }
 _RATES = {"digits": 1e-3, "text": 2e-3}
 _SYNC_EVERY = {"digits": 20, "text": 50}  # The steps in a round.
-
-
-class Run(NamedTuple):
-  """What a trainer is told."""
-  task: str
-  way: str
-  setting: Setting
-  seed: int
-  addresses: list
-  data: tuple
-  held_out: tuple
 
 
 class Trainer:
@@ -165,13 +139,14 @@ class Trainer:
 
   _overlap = 0  # Steps after a round until the worker gets the center.
 
-  def __init__(self, run_, strategy):
-    self._task, self._held_out = TASKS[run_.task], run_.held_out
-    self._rate = run_.setting.rate * _RATES[run_.task]
-    self._sync_every = _SYNC_EVERY[run_.task]
-    self._strategy = strategy
-    keras.utils.set_random_seed(run_.seed)
-    with strategy.scope():
+  def __init__(self, of, strategy=None):
+    """Makes a trainer of what `run` tells."""
+    self._task, self._held_out = TASKS[of.task_name], of.held_out
+    self._sync_every = _SYNC_EVERY[of.task_name]
+    self._rate = of.setting[0] * _RATES[of.task_name]
+    self._strategy = strategy or tf.distribute.get_strategy()
+    keras.utils.set_random_seed(of.seed)
+    with self._strategy.scope():
       self._model = self._task.make_model()
     self._variables = self._model.trainable_variables
     self._size = 4 * self._model.count_params()
@@ -216,32 +191,30 @@ class Worker(Trainer):
 
   _local = None
 
-  def __init__(self, task, run_):
-    way, self._addresses = run_.way, run_.addresses
-    self._synchronous = way == "synchronous"
-    if self._synchronous:
+  def __init__(self, task, of):
+    self._of = of
+    if of.way == "synchronous":
       os.environ["TF_CONFIG"] = json.dumps({
-          "cluster": {"worker": run_.addresses},
+          "cluster": {"worker": of.addresses},
           "task": {"type": "worker", "index": task.number}})
-    super().__init__(run_, tf.distribute.MultiWorkerMirroredStrategy()
-                     if self._synchronous else tf.distribute.get_strategy())
+      super().__init__(of, tf.distribute.MultiWorkerMirroredStrategy())
+    else:
+      super().__init__(of)
     self._batches = _tasks.batches(
-        run_.data, _BATCH * (_WORKERS if way == "all data" else 1),
-        [run_.seed, task.number])
+        of.data, _BATCH * (_WORKERS if of.way == "all data" else 1),
+        [of.seed, task.number])
     self._step = tf.function(self._keras_step()[1])
-    if way in _LOCAL:
-      make, arguments = (wrapopt.LocalSGD, {}) if way == "LocalSGD" else (
-          wrapopt.DiLoCo,
-          {"outer_learning_rate": run_.setting.center, **_DILOCO[way]})
+    if of.way in _LOCAL:
+      make = wrapopt.LocalSGD if of.way == "LocalSGD" else functools.partial(
+          wrapopt.DiLoCo, outer_learning_rate=of.setting[1], **_DILOCO[of.way])
       self._local = make(
-          self._variables, run_.addresses, f"worker-{task.number}", _WORKERS,
-          self._sync_every, round_timeout_secs=120, name="job",
-          **arguments)
+          self._variables, of.addresses, f"worker-{task.number}", _WORKERS,
+          self._sync_every, round_timeout_secs=120, name="job")
       self._overlap = self._local.overlap_steps
 
   def _take(self, ended):
     self._step(*map(tf.constant, next(self._batches)))
-    if self._synchronous:
+    if self._of.way == "synchronous":
       self._sent += self._size
     if self._local:
       before = self._local.report
@@ -251,16 +224,15 @@ class Worker(Trainer):
 
   def _weights(self):
     # Fragments get their centers at other steps than this one.
-    return wrapopt.read_center(self._addresses, "job").values if (
+    return wrapopt.read_center(self._of.addresses, "job").values if (
         self._local) else super()._weights()
 
 
 class Coordinator(Trainer):
   """Has workers take steps; one of its steps is one of each, in the mean."""
 
-  def __init__(self, task, run_):
-    super().__init__(run_, task.strategy)
-    self._coordinator = task.coordinator
+  def __init__(self, task, of):
+    super().__init__(of, task.strategy)
     self._optimizer, step = self._keras_step(
         lambda opt: wrapopt.keras.DropStaleGradient(opt, _STALENESS))
 
@@ -268,17 +240,17 @@ class Coordinator(Trainer):
       worker = (tf.distribute.coordinator
                 .experimental_get_current_worker_index())
       return _tasks.dataset(
-          tuple(tf.constant(quarters)[worker] for quarters in run_.data),
-          _BATCH, run_.seed)
+          tuple(tf.constant(quarters)[worker] for quarters in of.data), _BATCH,
+          of.seed)
 
-    self._step = tf.function(lambda iterator: step(*next(iterator)))
-    self._iterator = iter(self._coordinator.create_per_worker_dataset(batches))
+    self._schedule = task.scheduler(step, batches)
+    self._join = task.coordinator.join
 
   def _take(self, ended):
     for _ in range(_WORKERS):
-      self._coordinator.schedule(self._step, (self._iterator,))
+      self._schedule()
     if ended or self._steps == 1:
-      self._coordinator.join()
+      self._join()
       # A dropped gradient is not sent.
       self._sent = self._size * int(self._optimizer.iterations) // _WORKERS
 
@@ -286,33 +258,32 @@ class Coordinator(Trainer):
 class Elastic(Trainer):
   """A worker in a session of TensorFlow 1."""
 
-  def __init__(self, task, run_):
-    super().__init__(run_, tf.distribute.get_strategy())
-    self._batches = _tasks.batches(run_.data, _BATCH, [run_.seed, task.number])
+  def __init__(self, task, of):
+    super().__init__(of)
     weights = self._model.get_weights()
     getter = wrapopt.ElasticAverageCustomGetter(task.device)
-    with tf.Graph().as_default() as graph, tf1.device(task.placement()):
-      self._inputs = x, y = [tf1.placeholder(
-          part.dtype, (None, *part.shape[1:])) for part in run_.data]
-      with tf1.variable_scope("", custom_getter=getter, use_resource=True):
-        variables = [tf1.get_variable(f"w{i}", initializer=w)
-                     for i, w in enumerate(weights)]
+
+    def logits(x):
+      self._variables = [tf1.get_variable(f"w{i}", initializer=w)
+                         for i, w in enumerate(weights)]
       # Keras makes no variables in this graph, but its layers compute there.
-      outputs, _ = self._model.stateless_call(variables, [], x)
+      return self._model.stateless_call(self._variables, [], x)[0]
+
+    with tf.Graph().as_default() as graph, tf1.device(task.placement()):
+      with tf1.variable_scope("", custom_getter=getter, use_resource=True):
+        self._net = _tasks.GraphNet(of.data, of.held_out, _BATCH,
+                                    [of.seed, task.number], logits)
       opt = wrapopt.ElasticAverageOptimizer(
           tf1.train.AdamOptimizer(self._rate, epsilon=1e-7),  # As Keras.
-          _WORKERS, getter, self._sync_every,
-          run_.setting.center / _WORKERS, rho=0)
-      self._train_op = opt.minimize(
-          tf.reduce_mean(self._task.loss(y, outputs)))
-      self._centers = [getter.centers[v] for v in variables]
+          _WORKERS, getter, self._sync_every, of.setting[1] / _WORKERS, rho=0)
+      self._train_op = opt.minimize(self._net.loss)
+      self._centers = [getter.centers[v] for v in self._variables]
       start = opt.get_init_op(task.number)
     self._session = task.session(graph)
     self._session.run(start)
 
   def _take(self, ended):
-    self._session.run(
-        self._train_op, dict(zip(self._inputs, next(self._batches))))
+    self._net.train(self._session, self._train_op)
     self._sent += self._size if ended else 0
 
   def _weights(self):
@@ -328,13 +299,13 @@ def serve(task):
   return task.server.target
 
 
-def prepare(task, run_):
+def prepare(task, **of):
   """Makes a trainer and takes its first step, which traces."""
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.get_logger().setLevel("ERROR")
   make = {"asynchronous": Coordinator, "elastic": Elastic}.get(
-      run_.way, Worker)
-  task.trainer = make(task, run_)
+      of["way"], Worker)
+  task.trainer = make(task, types.SimpleNamespace(**of))
   task.trainer.evaluate()
   task.trainer.step()
 
@@ -346,17 +317,7 @@ def train(task, steps):
   return task.trainer.rows
 
 
-def _answers(processes):
-  """The answers of all; the error of the first that fails."""
-  # Without `with`: others may wait for the one that failed.
-  pool = futures.ThreadPoolExecutor(len(processes))
-  waiting = [pool.submit(p.answer) for p in processes]
-  for done in futures.as_completed(waiting):
-    done.result()
-  return [done.result() for done in waiting]
-
-
-def run(name, way, setting, seed, steps, data, held_out):
+def run(task_name, way, setting, seed, steps, data, held_out):
   """Trains; returns the rows of the first worker, or of the coordinator."""
   n = 1 if way in ("alone", "all data") else _WORKERS
   quarters = tuple(x[:len(x) // _WORKERS * _WORKERS].reshape(
@@ -372,13 +333,12 @@ def run(name, way, setting, seed, steps, data, held_out):
                   tuple(x[k] for x in quarters) for k in range(n)}
     addresses = [other.ask("serve")] if way in _LOCAL else [
         f"localhost:{port}" for port in _cluster.free_ports(n)]
-    for trainer, part in trainers.items():
-      trainer.tell("prepare", run_=Run(name, way, setting, seed, addresses,
-                                       part, held_out))
-    _answers(trainers)
-    for trainer in trainers:
-      trainer.tell("train", steps=steps)
-    return _answers(trainers)[0]
+    _cluster.ask_all("prepare", {trainer: {
+        "task_name": task_name, "way": way, "setting": setting, "seed": seed,
+        "addresses": addresses, "data": part, "held_out": held_out}
+                                 for trainer, part in trainers.items()})
+    return _cluster.ask_all(
+        "train", {trainer: {"steps": steps} for trainer in trainers})[0]
 
 
 def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
@@ -410,7 +370,7 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
         f"{name}: errors of the settings that were tried, and the best",
         ["way", "best", *["error"] * max(
             len(of.tried) for of in of_ways.values())],
-        [[way, of.best, *(f"{error:.2f}" for _, error in of.tried)]
+        [[way, _shown(of.best), *(f"{error:.2f}" for _, error in of.tried)]
          for way, of in of_ways.items()])
   show(out, found)
   return {"tasks": {name: {way: of.errors for way, of in of_ways.items()}
@@ -424,25 +384,23 @@ def show(out, found):
 
   def cells(of):
     _, seconds, sent, _ = np.mean(of.errors, axis=0)[-1]
-    return of.best, f"{sent / 1e6:.2f}", f"{seconds:.1f}"
+    return _shown(of.best), f"{sent / 1e6:.2f}", f"{seconds:.1f}"
 
-  _study.print_tables(found, TASKS, "held out", ["setting", "MB sent",
-                                                 "seconds"], cells)
+  _study.print_tables(found, TASKS, "held out", [
+      "setting", "MB sent", "seconds"], cells)
   panels = []
   for name, of_ways in found.items():
-    # The bytes differ between seeds only in asynchronous training.
-    curves = {way: (*np.mean(of.errors, axis=0).T[1:3],
-                    np.array(of.errors)[..., 3]) for way, of in of_ways.items()}
-    sending = [sent[1:] for _, sent, _ in curves.values() if sent.any()] or [
-        [1e5, 1e6]]
-    ends = np.divide([np.min(sending), np.max(sending)], 1e6)
-    # Of those that send nothing, the errors in the end.
-    over_bytes = {way: (
-        (sent[1:] / 1e6, errors[:, 1:], _STYLES[way]) if sent.any() else
-        (ends, np.repeat(errors[:, -1:], 2, axis=1), _STYLES[way]))
-                  for way, (_, sent, errors) in curves.items()}
-    over_time = {way: (seconds, errors, _STYLES[way])
-                 for way, (seconds, _, errors) in curves.items()}
+    over_bytes, over_time = {}, {}
+    rows = {way: np.array(of.errors) for way, of in of_ways.items()}
+    # After the start. They differ between seeds only in asynchronous training.
+    sent = {way: of.mean(axis=0)[1:, 2] / 1e6 for way, of in rows.items()}
+    ends = [x for of in sent.values() for x in of if x] or [0.1, 1]
+    for way, of in rows.items():
+      over_time[way] = of.mean(axis=0)[:, 1], of[..., 3], _STYLES[way]
+      over_bytes[way] = (
+          (sent[way], of[:, 1:, 3], _STYLES[way]) if sent[way].any() else
+          # Those that send nothing have a line at the error in the end.
+          ([min(ends), max(ends)], of[:, [-1, -1], 3], _STYLES[way]))
     label = TASKS[name].label
     panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
                             over_bytes, "log"),
@@ -453,9 +411,11 @@ def show(out, found):
       "", panels)
 
 
-def main(argv=None):
-  _command.main("diloco", __doc__, argv, compare)
+def _shown(setting):
+  return "x " + ", ".join(f"{x:g}" for x in setting)
 
+
+main = _command.command("diloco", __doc__, compare)
 
 if __name__ == "__main__":
   main()

@@ -59,12 +59,9 @@ def run(out="results/embeddings", steps=3000, files=10000, seed=0):
 
 
 def make_model():
-  return keras.Sequential([
-      keras.Input((len(_FEATURES),), dtype="int32"),
-      keras.layers.Embedding(_ROWS, _WIDTH),
-      keras.layers.GlobalAveragePooling1D(),
-      keras.layers.Dense(_VOCABULARY),
-  ])
+  return _tasks.make_embedded(len(_FEATURES), _ROWS, _WIDTH,
+                              keras.layers.GlobalAveragePooling1D(),
+                              _VOCABULARY)
 
 
 def make_samples(documents, seed):
@@ -109,9 +106,7 @@ def _hash(feature, *words):
   return (result % np.uint64(_ROWS)).astype(np.int32)
 
 
-def main(argv=None):
-  _command.main("embeddings", __doc__, argv, run)
-
+main = _command.command("embeddings", __doc__, run)
 
 if __name__ == "__main__":
   main()

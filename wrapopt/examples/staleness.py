@@ -43,6 +43,7 @@ the least and the largest error of all seeds. A perplexity of 9999 stands for
 any above it.
 """
 
+import collections
 import itertools
 import os
 import subprocess
@@ -53,7 +54,6 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
@@ -62,7 +62,6 @@ from wrapopt.examples import _tasks
 import wrapopt.keras
 
 tf1 = tf.compat.v1
-layers = keras.layers
 
 _WORKERS = 3
 _BATCH = 16
@@ -93,7 +92,7 @@ def train(task, steps, limit, rest, seed):
         tf1.train.GradientDescentOptimizer(0.02), limit,
         worker=f"worker_{task.number}")
     net = _tasks.GraphNet(data, held_out, _BATCH, [seed, task.number],
-                          lambda logits: _later(logits, rest),
+                          lambda x: _later(_tasks.logits_of(x), rest),
                           opt.record_step)
     train_op = opt.minimize(net.loss, global_step)
     stats = opt.staleness_stats(worker=True)
@@ -130,10 +129,9 @@ def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
   with _cluster.Cluster([train], preload=[_tasks.__name__], ps=1,
                         worker=_WORKERS) as cluster:
     workers = [cluster.tasks["worker", i] for i in range(_WORKERS)]
-    for worker in workers:
-      worker.tell("train", steps=steps, limit=limit, seed=seed,
-                  rest=rest if worker is workers[-1] else 0.0)
-    found = [worker.answer() for worker in workers]
+    found = _cluster.ask_all("train", {worker: {
+        "steps": steps, "limit": limit, "seed": seed,
+        "rest": rest if worker is workers[-1] else 0.0} for worker in workers})
 
   names = [*map(str, range(_WORKERS - 1)), f"{_WORKERS - 1}, slow"]
   tried, admitted, dropped = ([np.sum(worker[of]) for worker in found]
@@ -171,12 +169,11 @@ def coordinate(task, steps, limit, seed):
     if limit is not None:
       optimizer = wrapopt.keras.DropStaleGradient(optimizer, limit)
     optimizer.build(model.trainable_variables)
-  take = _tasks.step_of(task.strategy, model, optimizer, _tasks.cross_entropy)
-  step = tf.function(lambda iterator: take(*next(iterator)))
-  iterator = iter(task.coordinator.create_per_worker_dataset(
-      lambda: _tasks.dataset(data, _BATCH, None)))
+  schedule = task.scheduler(
+      _tasks.step_of(task.strategy, model, optimizer, _tasks.cross_entropy),
+      lambda: _tasks.dataset(data, _BATCH, None))
   for _ in range(steps):
-    task.coordinator.schedule(step, args=(iterator,))
+    schedule()
   while not task.coordinator.done():
     task.report(int(optimizer.iterations))
     time.sleep(0.1)
@@ -202,7 +199,7 @@ def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
          f"{slow}; sleep {rest / 10}; done"], stderr=subprocess.DEVNULL)
     for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
                      (f"limit {limit}", limit)):
-      with _extras.load("tqdm").tqdm(total=steps, desc=name) as progress:
+      with _command.progress(total=steps, desc=name) as progress:
         task.tell("coordinate", steps=steps, limit=of, seed=seed)
         runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
 
@@ -231,10 +228,9 @@ _SEQUENTIAL, *METHODS = _STYLES
 
 def _split_words(files):
   documents = _tasks.read_documents(files)
-  words, counts = np.unique([w for d in documents for w in d],
-                            return_counts=True)
-  frequent = words[np.argsort(-counts, kind="stable")[:_VOCABULARY - 1]]
-  number = {word: i + 1 for i, word in enumerate(frequent)}  # 0: another word.
+  counts = collections.Counter(sorted(w for d in documents for w in d))
+  number = {word: i + 1 for i, (word, _) in enumerate(
+      counts.most_common(_VOCABULARY - 1))}  # 0: another word.
   training, *others = _tasks.split(*_tasks.windows(_CONTEXT, *(
       np.array([number.get(w, 0) for w in d], np.int32) for d in documents)))
   return _tasks.Split(training, *((x[:4000], y[:4000]) for x, y in others))
@@ -248,11 +244,9 @@ TASKS = {
         _tasks.split_cancer, lambda: _tasks.make_dense((30,), 16, 2),
         *_tasks.CLASSES),
     "words": _tasks.Task(
-        _split_words, lambda: keras.Sequential([
-            keras.Input((_CONTEXT,), dtype="int32"),
-            layers.Embedding(_VOCABULARY, 16), layers.GlobalAveragePooling1D(),
-            layers.Dense(_VOCABULARY)]),
-        *_tasks.WORDS),
+        _split_words, lambda: _tasks.make_embedded(
+            _CONTEXT, _VOCABULARY, 16, keras.layers.GlobalAveragePooling1D(),
+            _VOCABULARY), *_tasks.WORDS),
 }
 
 
@@ -389,9 +383,7 @@ def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
   return {"points": points, **grid, "tasks": results}
 
 
-def main(argv=None):
-  _command.main("staleness", __doc__, argv, session, coordinator, policies)
-
+main = _command.command("staleness", __doc__, session, coordinator, policies)
 
 if __name__ == "__main__":
   main()
