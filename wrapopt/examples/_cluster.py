@@ -2,15 +2,16 @@
 
 The processes are forked from one that has imported TensorFlow but has not run
 it, because the import takes most of the start time. Each process receives calls
-through a pipe and ends when the pipe is closed, also if the process that
-started it is killed.
+through a pipe. It ends with the process that started it, also if that is
+killed.
 """
 
+from concurrent import futures
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
-import queue
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ class Process:
     """Makes the process call the function of this name."""
     self._pipe.send((name, arguments))
 
-  def answer(self, report=None):
+  def answer(self, report=lambda value: None):
     """Waits for the result of the function.
 
     Args:
@@ -58,8 +59,7 @@ class Process:
         raise RuntimeError(f"{self.name} failed: {value}")
       if kind == "value":
         return value
-      if report is not None:
-        report(value)
+      report(value)
 
   def ask(self, name, **arguments):
     self.tell(name, **arguments)
@@ -94,18 +94,16 @@ class Cluster:
     self.spec = {job: [f"localhost:{next(ports)}" for _ in range(n)]
                  for job, n in jobs.items()}
     self.tasks = {}
-    self._coordinator = coordinator
+    self._names = [(job, i) for job, n in jobs.items() for i in range(n)]
+    self._names += [("coordinator", 0)] * coordinator
     self._functions = {f.__name__: f for f in functions}
     self._context = multiprocessing.get_context("forkserver")
     self._context.set_forkserver_preload([__name__, "wrapopt", *preload])
 
   def __enter__(self):
     try:
-      for job, addresses in self.spec.items():
-        for number in range(len(addresses)):
-          self._start(job, number)
-      if self._coordinator:
-        self._start("coordinator", 0)
+      for name in self._names:
+        self._start(*name)
       for process in self.tasks.values():
         process.answer()
     except BaseException:
@@ -130,15 +128,31 @@ class Cluster:
       process.kill()
 
 
+def ask_all(name, arguments):
+  """Makes processes call the function of this name, at the same time.
+
+  Args:
+    name: The name.
+    arguments: {Process: its arguments, a dict}.
+
+  Returns:
+    The results, a list.
+
+  Raises:
+    RuntimeError: If one fails. The others may still wait for it.
+  """
+  pool = futures.ThreadPoolExecutor(len(arguments))
+  waiting = [pool.submit(process.ask, name, **of)
+             for process, of in arguments.items()]
+  for done in futures.as_completed(waiting):
+    done.result()
+  return [done.result() for done in waiting]
+
+
 def free_ports(n):
-  sockets = [socket.socket() for _ in range(n)]
-  try:
-    for s in sockets:
-      s.bind(("localhost", 0))
-    return [s.getsockname()[1] for s in sockets]
-  finally:
-    for s in sockets:
-      s.close()
+  with contextlib.ExitStack() as stack:
+    return [stack.enter_context(socket.create_server(("localhost", 0)))
+            .getsockname()[1] for _ in range(n)]
 
 
 class Task:
@@ -210,6 +224,17 @@ class Task:
   def coordinator(self):
     return tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
+  def scheduler(self, step, batches):
+    """A function that makes a worker take a step with a batch of its own.
+
+    Args:
+      step: A function of inputs and targets that takes a step.
+      batches: A function that makes the data set of a worker.
+    """
+    on_worker = tf.function(lambda iterator: step(*next(iterator)))
+    iterator = iter(self.coordinator.create_per_worker_dataset(batches))
+    return lambda: self.coordinator.schedule(on_worker, (iterator,))
+
 
 def _log_lost_sessions():
   """Prints to stderr why a monitored session is recreated.
@@ -223,19 +248,14 @@ def _log_lost_sessions():
                    "new session will be created" in record.getMessage())
 
 
+def _end_with_parent():
+  multiprocessing.parent_process().join()
+  os._exit(0)  # At once, because the other thread may be inside TensorFlow.
+
+
 def _run(pipe, functions, spec, job, number):
   """The main function of a process."""
-  told = queue.Queue()
-
-  def listen():
-    try:
-      while True:
-        told.put(pipe.recv())
-    except (EOFError, OSError):  # Closed, or reset with an answer unread.
-      # End at once, because the other thread may be inside TensorFlow.
-      os._exit(0)
-
-  threading.Thread(target=listen, daemon=True).start()
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   # On this machine, without a GPU.
   os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
   for name in ("http_proxy", "https_proxy", "grpc_proxy"):
@@ -243,10 +263,11 @@ def _run(pipe, functions, spec, job, number):
     os.environ.pop(name.upper(), None)
   _log_lost_sessions()
   task = Task(spec, job, number, lambda value: pipe.send(("report", value)))
-  pipe.send(("value", None))
-  while True:
-    name, arguments = told.get()
-    try:
-      pipe.send(("value", functions[name](task, **arguments)))
-    except Exception as e:  # pylint: disable=broad-except
-      pipe.send(("error", f"{type(e).__name__}: {e}"))
+  with contextlib.suppress(EOFError, OSError):  # The parent has ended.
+    pipe.send(("value", None))
+    while True:
+      name, arguments = pipe.recv()
+      try:
+        pipe.send(("value", functions[name](task, **arguments)))
+      except Exception as e:  # pylint: disable=broad-except
+        pipe.send(("error", f"{type(e).__name__}: {e}"))

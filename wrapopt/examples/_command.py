@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -55,35 +56,42 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter,
   pass
 
 
-def main(name, doc, argv, *parts):
-  """Runs an example, and writes `results.json`.
+def command(name, doc, *parts):
+  """The main function of an example, which writes `results.json`.
 
   Args:
     name: The name of its module.
     doc: Its description.
-    argv: Its arguments, or None for those of the process.
     *parts: Functions that return results, a dict. The arguments of a function
       are options. If there are several functions, the first argument is the
       name of one.
-  """
-  parser = argparse.ArgumentParser(
-      prog=f"python -m wrapopt.examples.{name}", description=doc,
-      formatter_class=_Help)
-  names = parser.add_subparsers(metavar="PART", required=True) if (
-      len(parts) > 1) else None
-  for part in parts:
-    options = names.add_parser(
-        part.__name__, help=part.__doc__, description=part.__doc__,
-        formatter_class=_Help) if names else parser
-    options.set_defaults(part=part)
-    for option, parameter in inspect.signature(part).parameters.items():
-      settings = dict(_OPTIONS[option], default=parameter.default)
-      if option in ("tasks", "ways"):
-        settings["choices"] = parameter.default
-      options.add_argument(f"--{option.replace('_', '-')}", **settings)
-  given = vars(parser.parse_args(argv))
-  part = given.pop("part")
 
+  Returns:
+    A function of the command's arguments, by default those of the process.
+  """
+
+  def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog=f"python -m wrapopt.examples.{name}", description=doc,
+        formatter_class=_Help)
+    if len(parts) > 1:
+      names = parser.add_subparsers(metavar="PART", required=True)
+    for part in parts:
+      options = parser if len(parts) == 1 else names.add_parser(
+          part.__name__, help=part.__doc__, description=part.__doc__,
+          formatter_class=_Help)
+      options.set_defaults(part=part)
+      for option, parameter in inspect.signature(part).parameters.items():
+        settings = dict(_OPTIONS[option], default=parameter.default)
+        if option in ("tasks", "ways"):
+          settings["choices"] = parameter.default
+        options.add_argument(f"--{option.replace('_', '-')}", **settings)
+    _run(**vars(parser.parse_args(argv)))
+
+  return main
+
+
+def _run(part, **given):
   # A missing package fails before the training.
   for package in ("matplotlib", "sklearn", "tqdm"):
     _extras.load(package)
@@ -104,10 +112,16 @@ def main(name, doc, argv, *parts):
   print(path)
 
 
+def progress(*args, **kwargs):
+  """A progress bar: a `tqdm` of these arguments."""
+  return _extras.load("tqdm").tqdm(*args, **kwargs)
+
+
 def print_table(title, header, rows):
-  """Prints a title and a table of numbers and texts."""
+  """Prints a title and a table; rows may be shorter than the header."""
   lines = [[str(cell) for cell in row] for row in (header, *rows)]
-  widths = [max(map(len, column)) for column in zip(*lines)]
+  widths = [max(map(len, column))
+            for column in itertools.zip_longest(*lines, fillvalue="")]
   print(f"\n{title}")
   for line in lines:
     print("  ".join(map(str.rjust, line, widths)).rstrip())
@@ -115,11 +129,5 @@ def print_table(title, header, rows):
 
 def points(steps, evaluations):
   """Numbers of steps after which to evaluate, at equal distances."""
-  return sorted({max(1, steps * i // evaluations)
-                 for i in range(1, evaluations + 1)})
-
-
-def of_seeds(errors):
-  """The mean, the least and the largest of the last errors of all seeds."""
-  last = np.array(errors)[:, -1]
-  return [f"{x:.2f}" for x in (last.mean(), last.min(), last.max())]
+  return tuple(sorted({max(1, steps * i // evaluations)
+                       for i in range(1, evaluations + 1)}))

@@ -31,24 +31,19 @@ def _drawn(path, title, n_panels):
 
   Then it writes the figure and prints its path.
   """
+  columns = 2 if n_panels == 4 else min(3, n_panels)
+  rows = -(-n_panels // columns)
   # Readers who are colour-blind tell these colours apart.
   with _extras.load("matplotlib.style").context("petroff10"):
-    figure, axes = _figure(n_panels)
+    figure = _extras.load("matplotlib.figure").Figure(
+        (max(8, 4 * columns), max(5, 3.5 * rows)), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for ax in axes[n_panels:]:
+      ax.axis("off")
     yield axes
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
   print(path)
-
-
-def _figure(n_panels):
-  columns = 2 if n_panels == 4 else min(3, n_panels)
-  rows = -(-n_panels // columns)
-  figure = _extras.load("matplotlib.figure").Figure(
-      (max(8, 4 * columns), max(5, 3.5 * rows)), layout="constrained")
-  axes = figure.subplots(rows, columns, squeeze=False).flat
-  for ax in axes[n_panels:]:
-    ax.axis("off")
-  return figure, axes
 
 
 def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):

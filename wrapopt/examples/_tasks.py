@@ -4,11 +4,11 @@ import ast
 from collections.abc import Callable
 import contextlib
 import itertools
-import os
+import pathlib
 import re
 import sys
 import sysconfig
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -53,60 +53,92 @@ def batches(data, size, seed):
 def dataset(data, size, seed):
   """Random batches, for ever, as a data set for `fit`."""
   return tf.data.Dataset.from_tensor_slices(data).shuffle(
-      len(data[0]), seed=seed).repeat().batch(size)
+      data[0].shape[0], seed=seed).repeat().batch(size)
 
 
 # The net of the digits, in TensorFlow 1 and in Keras.
 
 
-def placeholders():
-  return (tf1.placeholder(tf.float32, [None, 8, 8, 1]),
-          tf1.placeholder(tf.int32, [None]))
-
-
 def logits_of(images):
   """A net of two convolutions and two dense layers, [batch, 8, 8, 1] in."""
 
-  def layer(name, x, shape, op):
+  def layer(name, x, *shape):
     with tf1.variable_scope(name):
       kernel = tf1.get_variable(
-          "kernel", shape,
-          initializer=tf1.variance_scaling_initializer(2.0))
+          "kernel", shape, initializer=tf1.variance_scaling_initializer(2.0))
       bias = tf1.get_variable(
           "bias", shape[-1:], initializer=tf1.zeros_initializer())
-      return op(x, kernel) + bias
+      return bias + (tf.matmul(x, kernel) if len(shape) == 2 else
+                     tf.nn.conv2d(x, kernel, strides=1, padding="SAME"))
 
-  def convolution(x, kernel):
-    return tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
-
-  x = tf.nn.relu(layer("conv1", images, [3, 3, 1, 16], convolution))
+  x = tf.nn.relu(layer("conv1", images, 3, 3, 1, 16))
   x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-  x = tf.nn.relu(layer("conv2", x, [3, 3, 16, 32], convolution))
+  x = tf.nn.relu(layer("conv2", x, 3, 3, 16, 32))
   x = tf.nn.max_pool2d(x, 2, 2, "VALID")
   x = tf.reshape(x, [-1, 2 * 2 * 32])
-  x = tf.nn.relu(layer("dense1", x, [2 * 2 * 32, 64], tf.matmul))
-  return layer("dense2", x, [64, 10], tf.matmul)
+  x = tf.nn.relu(layer("dense1", x, 2 * 2 * 32, 64))
+  return layer("dense2", x, 64, 10)
 
 
-def loss_of(labels, logits):
-  return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
-      labels=labels, logits=logits))
+class GraphNet:
+  """A net in the current graph, and data.
+
+  Attributes:
+    loss: The mean loss of a batch.
+    samples: The number of samples to train on.
+  """
+
+  def __init__(self, data, held_out, size, seed, logits=logits_of,
+               record=contextlib.nullcontext):
+    """Makes the net.
+
+    Args:
+      data: (inputs, labels) to train on.
+      held_out: (inputs, labels) to evaluate on.
+      size: The size of a batch.
+      seed: The seed of the batches.
+      logits: A function of inputs that makes the net.
+      record: A function that returns the context in which weights are read.
+    """
+    self._batches = batches(data, size, seed)
+    self._held_out = held_out
+    self.samples = len(data[0])
+    self._inputs = x, y = [
+        tf1.placeholder(part.dtype, [None, *part.shape[1:]]) for part in data]
+    with record():
+      self._logits = logits(x)
+      self.loss = tf.reduce_mean(cross_entropy(y, self._logits))
+
+  def train(self, session, train_op, steps=1):
+    for _ in range(steps):
+      session.run(train_op, dict(zip(self._inputs, next(self._batches))))
+
+  def outputs(self, session):
+    """The logits of the inputs that are held out."""
+    return session.run(self._logits, {self._inputs[0]: self._held_out[0]})
+
+  def accuracy(self, session):
+    return accuracy_of(self.outputs(session), self._held_out[1])
 
 
 def make_net():
-  return keras.Sequential([
-      keras.Input((8, 8, 1)),
-      layers.Conv2D(16, 3, padding="same", activation="relu"),
-      layers.MaxPooling2D(),
-      layers.Conv2D(32, 3, padding="same", activation="relu"),
-      layers.MaxPooling2D(),
-      layers.Flatten(),
-      layers.Dense(64, activation="relu"),
-      layers.Dense(10),
-  ])
+  return stack(
+      [keras.Input((8, 8, 1)),
+       layers.Conv2D(16, 3, padding="same", activation="relu"),
+       layers.MaxPooling2D(),
+       layers.Conv2D(32, 3, padding="same", activation="relu"),
+       layers.MaxPooling2D(), layers.Flatten()], 64, 10)
 
 
 # Other nets.
+
+
+def stack(first, *sizes):
+  """The layers `first`, and dense layers of these sizes."""
+  *hidden, last = sizes
+  return keras.Sequential([
+      *first, *(layers.Dense(size, "relu") for size in hidden),
+      layers.Dense(last)])
 
 
 def make_normalized(*filters):
@@ -115,23 +147,23 @@ def make_normalized(*filters):
       (layers.Conv2D(n, 3, padding="same", use_bias=False),
        layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D())
       for n in filters)
-  return keras.Sequential([
-      keras.Input((8, 8, 1)), *convolutions, layers.Flatten(),
-      layers.Dense(10)])
+  return stack([keras.Input((8, 8, 1)), *convolutions, layers.Flatten()], 10)
 
 
-def make_dense(shape, hidden, outputs):
-  return keras.Sequential([
-      keras.Input(shape), layers.Flatten(), layers.Dense(hidden, "relu"),
-      layers.Dense(outputs)])
+def make_dense(shape, *sizes):
+  return stack([keras.Input(shape), layers.Flatten()], *sizes)
+
+
+def make_embedded(length, rows, width, join, *sizes):
+  """Looks up `length` numbers, joins what is found by a layer, then dense."""
+  return stack([keras.Input((length,), dtype="int32"),
+                layers.Embedding(rows, width), join], *sizes)
 
 
 def make_letters_net(before):
   """A net that predicts a letter from those before it."""
-  return keras.Sequential([
-      keras.Input((before,), dtype="int32"),
-      layers.Embedding(len(_LETTERS), 16), layers.Flatten(),
-      layers.Dense(128, "relu"), layers.Dense(len(_LETTERS))])
+  return make_embedded(before, len(_LETTERS), 16, layers.Flatten(), 128,
+                       len(_LETTERS))
 
 
 def step_of(strategy, model, optimizer, loss):
@@ -231,13 +263,13 @@ class Task(NamedTuple):
 
   Attributes:
     load: A function of the number of files of the standard library that
-      returns a Split, or None if the example has its own.
+      returns a Split, or a function of a seed that splits the samples.
     make_model: A function that makes a Keras model.
     loss: A function of targets and outputs: the loss of each sample.
     error: A function of targets, outputs and the mean loss: the error.
     label: What the error is.
   """
-  load: Optional[Callable[[int], Split]]
+  load: Callable
   make_model: Callable[[], keras.Model]
   loss: Callable
   error: Callable
@@ -252,11 +284,21 @@ class Task(NamedTuple):
                             loss if np.isfinite(loss) else np.inf))
 
 
+def _parts(n):
+  """The numbers of n samples: half to train on, a sixth, a third to measure."""
+  order = np.random.default_rng(0).permutation(n)
+  return np.split(order, [n // 2, n * 2 // 3])
+
+
 def split(x, y):
-  """Half of the samples to train on, a sixth to tune, a third to measure."""
-  order = np.random.default_rng(0).permutation(len(x))
-  parts = np.split(order, [len(x) // 2, len(x) * 2 // 3])
-  return Split(*((x[part], y[part]) for part in parts))
+  return Split(*((x[part], y[part]) for part in _parts(len(x))))
+
+
+def _scaled(values):
+  """With mean 0 and standard deviation 1 in the samples to train on."""
+  training = values[_parts(len(values))[0]]
+  return ((values - training.mean(axis=0)) /
+          training.std(axis=0)).astype(np.float32)
 
 
 def split_scans(_):
@@ -270,51 +312,31 @@ def split_tokens(_):
                17 * np.arange(64, dtype=np.int32), labels)
 
 
-def _scaled(parts):
-  mean, std = parts[0].mean(axis=0), parts[0].std(axis=0)
-  return [((part - mean) / std).astype(np.float32) for part in parts]
-
-
 def split_cancer(_):
   """569 tissue samples."""
-  x, y = zip(*split(*_extras.load("sklearn.datasets").load_breast_cancer(
-      return_X_y=True)))
-  return Split(*zip(_scaled(x), [part.astype(np.int32) for part in y]))
+  x, y = _extras.load("sklearn.datasets").load_breast_cancer(return_X_y=True)
+  return split(_scaled(x), y.astype(np.int32))
 
 
 def split_diabetes(_):
   """442 patients, a regression."""
   x, y = _extras.load("sklearn.datasets").load_diabetes(return_X_y=True)
-  x, y = zip(*split(x, y[:, np.newaxis]))
-  return Split(*zip(_scaled(x), _scaled(y)))
+  return split(_scaled(x), _scaled(y[:, np.newaxis]))
 
 
-def wrong(y, outputs, loss):
-  del loss
-  return 100 * np.mean(np.argmax(outputs, axis=-1) != y)
-
-
-def unexplained(y, outputs, loss):
-  del outputs
-  return 100 * loss / np.var(y)
-
-
-def perplexity(y, outputs, loss):
-  """At most 9999."""
-  del y, outputs
-  return np.exp(min(loss, np.log(9999)))
-
-
+# Arguments of `Task`.
 cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
-CLASSES = cross_entropy, wrong, "wrong (%)"
-LETTERS = cross_entropy, perplexity, "perplexity of a character"
-
-
-def least(candidates, error):
-  """The first of the candidates with the least error, and all errors."""
-  errors = {candidate: error(candidate) for candidate in candidates}
-  # A run that diverges may have no number as its error.
-  return min(errors, key=lambda x: np.nan_to_num(errors[x], nan=np.inf)), errors
+CLASSES = (
+    cross_entropy, lambda y, outputs, loss: 100 * np.mean(
+        np.argmax(outputs, axis=-1) != y), "wrong (%)")
+REGRESSION = (
+    lambda y, outputs: tf.square(y - outputs),
+    lambda y, outputs, loss: 100 * loss / np.var(y),
+    "variance not explained (%)")
+# A perplexity is at most 9999.
+WORDS = (cross_entropy, lambda y, outputs, loss: np.exp(
+    min(loss, np.log(9999))), "perplexity of a word")
+LETTERS = (*WORDS[:2], "perplexity of a character")
 
 
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -326,10 +348,12 @@ def letters_of(documents):
                    for c in word + " "], np.int32)
 
 
-def windows(letters, before):
-  """(the letters before it, a letter) of all letters but the first."""
-  found = np.lib.stride_tricks.sliding_window_view(letters, before + 1)
-  return found[:, :-1].copy(), found[:, -1].copy()
+def windows(before, *sequences):
+  """(the numbers before it, a number) of all numbers but the first ones."""
+  found = np.concatenate([
+      np.lib.stride_tricks.sliding_window_view(numbers, before + 1)
+      for numbers in sequences if len(numbers) > before])
+  return found[:, :-1], found[:, -1]
 
 
 def read_documents(limit=None):
@@ -338,22 +362,19 @@ def read_documents(limit=None):
   Args:
     limit: The number of source files to read; by default all.
   """
-  root = sysconfig.get_path("stdlib")
-  paths = []
-  for folder, folders, files in os.walk(root):
-    # Skip other installed packages, and files with hardly any words.
-    folders[:] = sorted(set(folders) - {
-        "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
-        "tests"})
-    paths += [os.path.join(folder, name) for name in sorted(files)
-              if name.endswith(".py")]
+  # Without other installed packages, and files with hardly any words.
+  skipped = {"__pycache__", "dist-packages", "idle_test", "site-packages",
+             "test", "tests"}
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  paths = sorted((path for path in root.rglob("*.py")
+                  if not skipped.intersection(path.relative_to(root).parts)),
+                 key=lambda path: (path.parent.parts, path.name))
   documents = []
-  for path in _extras.load("tqdm").tqdm(paths[:limit], unit="file"):
-    with open(path, "rb") as f:
-      try:
-        tree = ast.parse(f.read())
-      except SyntaxError:
-        continue  # Templates, and files with errors on purpose.
+  for path in _command.progress(paths[:limit], unit="file"):
+    try:
+      tree = ast.parse(path.read_bytes())
+    except SyntaxError:
+      continue  # Templates, and files with errors on purpose.
     for node in ast.walk(tree):
       if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
                            ast.AsyncFunctionDef)):

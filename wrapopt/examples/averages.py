@@ -21,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt import checkpoints
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
@@ -80,23 +79,21 @@ def decays(out="results/averages/decays", epochs=(1, 2, 4, 16), seeds=3):
   """Averages of several decays, and statistics of batch normalizations."""
   del out
   points = sorted(set(epochs))
+  trainings = [  # (averages, statistics, as in `evaluate_averages`)
+      *((_DECAYS, statistics, lambda sgd, _, of=statistics:
+         wrapopt.keras.MovingAverage(sgd, list(_DECAYS.values()),
+                                     average_batch_norm=of == "averaged"))
+        for statistics in _STATISTICS),
+      ([_WARM_UP], "recalibrated", lambda sgd, _:
+       wrapopt.keras.MovingAverage(sgd, 0.99, dynamic_decay=True)),
+      ([_SWA], "recalibrated", lambda sgd, batches: wrapopt.keras.SWA(
+          sgd, start_averaging=points[-1] // 2, steps_per_epoch=batches))]
   found = collections.defaultdict(list)  # {(average, statistics): [of seeds]}
-  for seed in _extras.load("tqdm").trange(seeds, unit="seed"):
-
-    def add(names, statistics, wrap, seed=seed):
-      for name, accuracies in zip(
-          names, evaluate_averages(wrap, statistics, points, seed),
-          strict=True):
+  for seed in _command.progress(range(seeds), unit="seed"):
+    for names, statistics, wrap in trainings:
+      for name, accuracies in zip(names, evaluate_averages(
+          wrap, statistics, points, seed), strict=True):
         found[name, statistics].append(accuracies)
-
-    for statistics in _STATISTICS:
-      add(_DECAYS, statistics, lambda sgd, _, of=statistics:
-          wrapopt.keras.MovingAverage(sgd, list(_DECAYS.values()),
-                                      average_batch_norm=of == "averaged"))
-    add([_WARM_UP], "recalibrated", lambda sgd, _:
-        wrapopt.keras.MovingAverage(sgd, 0.99, dynamic_decay=True))
-    add([_SWA], "recalibrated", lambda sgd, batches: wrapopt.keras.SWA(
-        sgd, start_averaging=points[-1] // 2, steps_per_epoch=batches))
 
   def show(title, rows):
     _command.print_table(
@@ -158,7 +155,7 @@ def widths(out="results/averages/widths", steps=2000, seed=0):
   rows = []
   for at in _AT:
     inputs = [snapshot(width, i) for width in _KEPT for i in range(1, at + 1)]
-    for width in _extras.load("tqdm").tqdm(_WIDTHS, unit="width"):
+    for width in _command.progress(_WIDTHS, unit="width"):
       [made] = checkpoints.sweep(inputs, accuracy, [width])
       row = {"steps": at * every, "width": width, "accuracy": made.quality,
              "profile_error": made.error}
@@ -175,7 +172,7 @@ def widths(out="results/averages/widths", steps=2000, seed=0):
       [[row["steps"], row["width"], f"{row['accuracy']:.2%}",
         f"{row['profile_error']:.2%}", *(
             [f"{row['tracked_accuracy']:.2%}", f"{row['weights_error']:.3%}"]
-            if "weights_error" in row else ["", ""])] for row in rows])
+            if "weights_error" in row else [])] for row in rows])
   curves = {}
   for i, at in enumerate(_AT):
     for label, key, style in (("computed", "accuracy", f"C{i}.-"),
@@ -194,9 +191,7 @@ def widths(out="results/averages/widths", steps=2000, seed=0):
   return {"rows": rows, "best": best, "snapshots": len(os.listdir(directory))}
 
 
-def main(argv=None):
-  _command.main("averages", __doc__, argv, decays, widths)
-
+main = _command.command("averages", __doc__, decays, widths)
 
 if __name__ == "__main__":
   main()

@@ -31,131 +31,100 @@ the end of runs with seeds that are not those of the table. The statistics of
 batch normalizations are recalibrated for all. The table and the figure have the
 mean, the least and the largest error of all seeds.
 
-A run is kept in runs-TASK.json once it has ended. The command goes on from
-there. Commands for some of the tasks can run beside each other.
+A run that is killed starts from the beginning. Commands for some of the tasks
+can run beside each other.
 """
 
 import collections
+import functools
 import itertools
-import json
 import os
-from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.checkpoints import _rate_decay
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
+from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
-layers = keras.layers
-
 _BATCH = 32
-_WARMUPS = (0.02, 0.05, 0.1)  # Parts of the steps in which the rate rises.
-_WARMUP = 0.05  # Where that is not the setting.
+_WARMUP = 0.05  # The part of the steps in which the rate rises.
 _KEPT = 48  # Weights that a run keeps, for means and merges.
-_WIDTHS = (0.05, 0.1, 0.2)
-_PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
-_POWERS = (0.2, 0.4, 0.8)
-_BETAS = (0.8, 0.9, 0.95)
-_DECAYS = (0.97, 0.99, 0.997)
 _WINDOW = 12  # Characters from which the next one is predicted.
-
-
-class Way(NamedTuple):
-  """A way to train, and which weights to evaluate.
-
-  Attributes:
-    run: A key of _OPTIMIZERS.
-    setting: The argument of that: the warm-up of a constant or cosine rate.
-    average: The average to evaluate: a key of `averages_of`, or "model".
-  """
-  run: str
-  setting: float
-  average: str = "model"
-
-
-_OPTIMIZERS = {
-    "constant": lambda steps, warmup: keras.optimizers.Adam(
-    ) if warmup != _WARMUP else wrapopt.keras.MovingAverage(
-        "adam", [*map(wrapopt.PowerDecay, _WIDTHS),
-                 *(wrapopt.BEMA(bias_power=power) for power in _POWERS)]),
-    "cosine": lambda steps, warmup: keras.optimizers.Adam(),
-    "schedule-free": lambda steps, beta: wrapopt.keras.ScheduleFree(
-        keras.optimizers.Adam(beta_1=beta), beta, _steps(_WARMUP, steps)),
-    "gpa": lambda steps, decay: wrapopt.keras.PrimalAverage(
-        "adam", average_decay=decay),
-    "keras": lambda steps, beta: keras.optimizers.ScheduleFreeAdamW(
-        beta_1=beta, warmup_steps=_steps(_WARMUP, steps)),
-}
-WAYS = {
-    "constant": [Way("constant", x) for x in _WARMUPS],
-    "cosine": [Way("cosine", x) for x in _WARMUPS],
-    "EMA": [Way("constant", _WARMUP, f"EMA {x}") for x in _WIDTHS],
-    "SWA, LAWA": [Way("constant", _WARMUP, f"LAWA {x}") for x in _PARTS],
-    "WSM": [Way("constant", _WARMUP, f"WSM {x}") for x in _PARTS],
-    "BEMA": [Way("constant", _WARMUP, f"BEMA {x}") for x in _POWERS],
-    "Schedule-Free": [Way("schedule-free", x, "x") for x in _BETAS],
-    "GPA": [Way("gpa", x, "x") for x in _DECAYS],
-    "Keras's y": [Way("keras", x) for x in _BETAS],
-}
+_PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
+SETTINGS = {  # {contender: the values of its setting}
+    "constant": (0.02, 0.05, 0.1), "cosine": (0.02, 0.05, 0.1),
+    "EMA": (0.05, 0.1, 0.2), "SWA, LAWA": _PARTS, "WSM": _PARTS,
+    "BEMA": (0.2, 0.4, 0.8), "Schedule-Free": (0.8, 0.9, 0.95),
+    "GPA": (0.97, 0.99, 0.997), "Keras's y": (0.8, 0.9, 0.95)}
 if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-  del WAYS["Keras's y"]  # Older versions of Keras 3 lack it.
-CONTENDERS = tuple(WAYS)
-_STYLES = dict(zip(CONTENDERS, (
+  del SETTINGS["Keras's y"]  # Older versions of Keras 3 lack it.
+_AVERAGES = ("EMA", "SWA, LAWA", "WSM", "BEMA")  # Of the constant rate.
+_STYLES = dict(zip(SETTINGS, (
     "k.:", "C2.-", "C0.-", "C4.-", "C5.-", "C1.-", "C3.-", "C6.-", "C7.:")))
 
 
-def make_optimizer(way, steps):
-  return _OPTIMIZERS[way.run](steps, way.setting)
-
-
-def setting_of(way):
-  """The setting that was chosen for a way: a number."""
-  _, setting, average = way
-  return (setting if average in ("model", "x") else
-          float(average.split()[-1]))
+def make_optimizer(contender, setting, steps):
+  """The optimizer of a contender that is no average of another."""
+  if contender == "Schedule-Free":
+    return wrapopt.keras.ScheduleFree(
+        keras.optimizers.Adam(beta_1=setting), setting, _steps(_WARMUP, steps))
+  if contender == "GPA":
+    return wrapopt.keras.PrimalAverage("adam", average_decay=setting)
+  if contender == "Keras's y":
+    return keras.optimizers.ScheduleFreeAdamW(
+        beta_1=setting, warmup_steps=_steps(_WARMUP, steps))
+  if (contender, setting) == ("constant", _WARMUP):
+    return wrapopt.keras.MovingAverage("adam", [
+        *map(wrapopt.PowerDecay, SETTINGS["EMA"]),
+        *(wrapopt.BEMA(bias_power=power) for power in SETTINGS["BEMA"])])
+  return keras.optimizers.Adam()
 
 
 def _steps(part, steps):
   return max(1, round(part * steps))
 
 
-def rates_of(way, rate, steps):
+def rates_of(contender, setting, rate, steps):
   """The learning rates of all steps, without the warm-up of an optimizer."""
   t = np.arange(steps, dtype=np.float32)
-  if way.run in ("keras", "schedule-free"):
+  if contender in ("Keras's y", "Schedule-Free"):
     return np.full(steps, rate, np.float32)
-  warmup = _steps(_WARMUP if way.run == "gpa" else way.setting, steps)
+  warmup = _steps(_WARMUP if contender == "GPA" else setting, steps)
   rates = rate * np.minimum(1, (t + 1) / warmup)
-  if way.run == "cosine":
+  if contender == "cosine":
     done = np.clip((t - warmup) / max(1, steps - warmup), 0, 1)
     rates *= (1 + np.cos(np.pi * done)) / 2
   return rates.astype(np.float32)
 
 
-def averages_of(optimizer, variables, kept):
-  """{name: weights} of all averages of a run now.
+def weights_of(optimizer, variables, kept):
+  """The weights to evaluate now.
 
   Args:
     optimizer: The optimizer.
     variables: The variables that it trains.
     kept: {step: weights} so far.
+
+  Returns:
+    A dict: those of the run itself under None, and those of its averages under
+    (contender, setting).
   """
   if isinstance(optimizer, (wrapopt.keras.PrimalAverage,
                             wrapopt.keras.ScheduleFree)):
-    return {"x": [optimizer.average(v).numpy() for v in variables]}
+    return {None: [optimizer.average(v).numpy() for v in variables]}
+  found = {None: [v.numpy() for v in variables]}
   if not isinstance(optimizer, wrapopt.keras.MovingAverage):
-    return {}
-  names = [f"EMA {x}" for x in _WIDTHS] + [f"BEMA {x}" for x in _POWERS]
-  found = {name: [tf.convert_to_tensor(optimizer.average(v, decay)).numpy()
-                  for v in variables]
-           for name, decay in zip(names, optimizer.decays())}
+    return found
+  names = [(name, x) for name in ("EMA", "BEMA") for x in SETTINGS[name]]
+  for name, decay in zip(names, optimizer.decays(), strict=True):
+    found[name] = [tf.convert_to_tensor(optimizer.average(v, decay)).numpy()
+                   for v in variables]
   steps = np.array([*kept], np.float64)
   for part in _PARTS:
     begin = steps[-1] * (1 - part)
@@ -163,8 +132,8 @@ def averages_of(optimizer, variables, kept):
         np.tensordot(weights, x, 1).astype(np.float32)
         for x in map(np.stack, zip(*kept.values()))]
     latest = (steps >= begin) / np.sum(steps >= begin)
-    found[f"LAWA {part}"] = merge(latest)
-    found[f"WSM {part}"] = merge(
+    found["SWA, LAWA", part] = merge(latest)
+    found["WSM", part] = merge(
         _rate_decay.of_weights(steps, "linear", steps[-1] - begin)
         if len(steps) > 1 and begin >= steps[0] else latest)
   return found
@@ -174,7 +143,7 @@ def _split_text(files):
   letters = _tasks.letters_of(_tasks.read_documents(files))[:-1]
   # Neighbours overlap, so that parts of the text must be split.
   ends = [len(letters) * 8 // 10, len(letters) * 9 // 10]
-  training, *others = (_tasks.windows(part, _WINDOW)
+  training, *others = (_tasks.windows(_WINDOW, part)
                        for part in np.split(letters, ends))
   return _tasks.Split(training, *((x[:20000], y[:20000]) for x, y in others))
 
@@ -188,13 +157,10 @@ TASKS = {
         *_tasks.CLASSES),
     "diabetes": _tasks.Task(
         _tasks.split_diabetes, lambda: _tasks.make_dense((10,), 16, 1),
-        lambda y, outputs: tf.square(y - outputs), _tasks.unexplained,
-        "variance not explained (%)"),
+        *_tasks.REGRESSION),
     "tokens": _tasks.Task(
-        _tasks.split_tokens, lambda: keras.Sequential([
-            keras.Input((64,), dtype="int32"), layers.Embedding(64 * 17, 16),
-            layers.GlobalAveragePooling1D(), layers.Dense(32, "relu"),
-            layers.Dense(10)]),
+        _tasks.split_tokens, lambda: _tasks.make_embedded(
+            64, 64 * 17, 16, keras.layers.GlobalAveragePooling1D(), 32, 10),
         *_tasks.CLASSES),
     "text": _tasks.Task(
         _split_text, lambda: _tasks.make_letters_net(_WINDOW),
@@ -203,12 +169,13 @@ TASKS = {
 
 
 class Trainer:
-  """Trains a model in one way, several times, traced once."""
+  """Trains a model as one contender does, several times, traced once."""
 
-  def __init__(self, task, split, way, steps):
-    self._task, self._split, self._way = task, split, way
-    self._steps = steps
+  def __init__(self, task, split, steps, contender, setting):
+    self._task, self._split, self._steps = task, split, steps
+    self._run = contender, setting
     self._model, self._optimizer = model, optimizer = self._make(0)
+    self._evaluated = evaluated = task.make_model()
     x, y = map(tf.constant, split.training)
     self._calibration = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
 
@@ -226,13 +193,13 @@ class Trainer:
 
     self._train = train
     self._predict = tf.function(
-        lambda x: model(x, training=False),
+        lambda x: evaluated(x, training=False),
         input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
 
   def _make(self, seed):
     keras.utils.set_random_seed(seed)
     model = self._task.make_model()
-    optimizer = make_optimizer(self._way, self._steps)
+    optimizer = make_optimizer(*self._run, self._steps)
     optimizer.build(model.trainable_variables)
     return model, optimizer
 
@@ -256,13 +223,13 @@ class Trainer:
       part: The part of the split to evaluate on.
 
     Returns:
-      {average: the errors after these numbers of steps}.
+      {key of `weights_of`: the errors after these numbers of steps}.
     """
     self._reset(seed)
     rng = np.random.default_rng(seed)
     n = len(self._split.training[0])
     batches = rng.integers(n, size=(self._steps, _BATCH), dtype=np.int32)
-    rates = rates_of(self._way, rate, self._steps)
+    rates = rates_of(*self._run, rate, self._steps)
     variables = self._model.trainable_variables
     kept, errors, begin = {}, collections.defaultdict(list), 0
     for end in sorted({*points, *_command.points(self._steps, _KEPT)}):
@@ -270,82 +237,17 @@ class Trainer:
       kept[end] = [v.numpy() for v in variables]
       begin = end
       if end in points:
-        for name, weights in {"model": kept[end], **averages_of(
-            self._optimizer, variables, kept)}.items():
+        for name, weights in weights_of(
+            self._optimizer, variables, kept).items():
           errors[name].append(self._evaluate(weights, part))
     return errors
 
   def _evaluate(self, weights, part):
-    model = self._model
-    changed = [*model.trainable_variables, *model.non_trainable_variables]
-    before = [v.numpy() for v in changed]
-    for v, value in zip(model.trainable_variables, weights, strict=True):
+    for v, value in zip(self._evaluated.trainable_variables, weights,
+                        strict=True):
       v.assign(value)
-    wrapopt.keras.recalibrate_batch_norm(model, self._calibration)
-    error = self._task.error_of(self._predict, getattr(self._split, part))
-    for v, value in zip(changed, before, strict=True):
-      v.assign(value)
-    return error
-
-
-class Runs:
-  """The errors of all runs of a task, which a file keeps."""
-
-  def __init__(self, folder, name, files, steps):
-    self._path = os.path.join(folder, f"runs-{name}.json")
-    self._task, self._steps = TASKS[name], steps
-    self._split = self._task.load(files)
-    self._trainers = {}
-    self._of = f"{steps} steps, {files} files"
-    self._errors = {}
-    if os.path.exists(self._path):
-      with open(self._path, encoding="utf-8") as f:
-        self._errors = json.load(f)
-
-  def errors(self, way, rate, seed, points, part):
-    """As those of a Trainer, of the way's average: a list."""
-    key = f"{self._of}: {way.run} {way.setting}, {rate}, {seed}, {part}"
-    if key not in self._errors:
-      made = self._trainers.get(way[:2])
-      if made is None:
-        made = self._trainers[way[:2]] = Trainer(self._task, self._split, way,
-                                                 self._steps)
-      self._errors[key] = made.run(seed, rate, points, part)
-      with open(self._path + ".new", "w", encoding="utf-8") as f:
-        json.dump(self._errors, f)
-      os.replace(self._path + ".new", self._path)
-    return self._errors[key][way.average]
-
-
-def compare(runs, ways, rates, tuning_seeds, seeds, points, progress):
-  """Trains a task for one contender.
-
-  Args:
-    runs: The Runs of the task.
-    ways: Those of the contender.
-    rates: The learning rates to choose from.
-    tuning_seeds: The seeds of the runs that choose.
-    seeds: The number of seeds of the runs that are measured.
-    points: The numbers of steps after which to evaluate; the last is the number
-      of steps.
-    progress: A progress bar, which moves by one for each run.
-
-  Returns:
-    {"way": the chosen one, "rate": the chosen one, "validation": [(way, rate,
-    error)], "errors": the errors on held-out data after `points`, of each
-    seed}.
-  """
-  def run_all(way, rate, seeds, *args):
-    errors = [runs.errors(way, rate, seed, *args) for seed in seeds]
-    progress.update(len(seeds))
-    return errors
-
-  (way, rate), validation = _tasks.least(
-      itertools.product(ways, rates), lambda tried: float(np.mean(run_all(
-          *tried, tuning_seeds, points[-1:], "validation"))))
-  return {"way": way, "rate": rate,
-          "validation": [(*x, error) for x, error in validation.items()],
-          "errors": run_all(way, rate, range(seeds), points, "held_out")}
+    wrapopt.keras.recalibrate_batch_norm(self._evaluated, self._calibration)
+    return self._task.error_of(self._predict, getattr(self._split, part))
 
 
 def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
@@ -354,45 +256,53 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
   rates = (0.003, 0.01) if quick else (
       0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
   tuning_seeds = (1000,) if quick else (1000, 1001)
-  ways = {name: WAYS[name][1:2] if quick else WAYS[name]
-          for name in CONTENDERS}
-  total = sum(len(rates) * len(tuning_seeds) * len(x) + seeds
-              for x in ways.values())
-  found = {}
-  with _extras.load("tqdm").tqdm(total=len(tasks) * total) as progress:
-    for name in tasks:
-      runs = Runs(out, name, 12 if quick else 120, steps)
-      found[name] = {}
-      for contender in CONTENDERS:
-        progress.set_postfix_str(f"{name}: {contender}")
-        found[name][contender] = compare(
-            runs, ways[contender], rates, tuning_seeds, seeds, points, progress)
 
-  def cells(row):
-    mean, least, largest = _command.of_seeds(row["errors"])
+  def trainer_of(name, found):
+    del found
+    task = TASKS[name]
+    split = task.load(12 if quick else 120)
+    trainer = functools.cache(functools.partial(Trainer, task, split, steps))
+
+    @functools.cache  # The averages of a run share it.
+    def errors_of(contender, value, rate, seed, points, part):
+      return trainer(contender, value).run(seed, rate, points, part)
+
+    def train(contender, setting, *how):
+      value, rate = setting
+      if contender in _AVERAGES:
+        return errors_of("constant", _WARMUP, rate, *how)[contender, value]
+      return errors_of(contender, value, rate, *how)[None]
+
+    return train
+
+  found = _study.compare(
+      tasks, {name: [*itertools.product(
+          values[1:2] if quick else values, rates)]
+              for name, values in SETTINGS.items()},
+      trainer_of, points, tuning_seeds, range(seeds))
+
+  def cells(setting, rate):
     # It might be better beyond the grid.
-    edge = "*" if row["rate"] in (rates[0], rates[-1]) else ""
-    return [mean, f"{least} - {largest}", f"{row['rate']:g}{edge}",
-            setting_of(row["way"])]
+    return f"{rate:g}" + "*" * (rate in (rates[0], rates[-1])), setting
 
-  for name, rows in found.items():
-    _command.print_table(
-        f"{name}: {TASKS[name].label}, held out (*: the end of the grid)",
-        ["after steps", points[-1], "least - largest", "rate", "setting"],
-        [[contender, *cells(row)] for contender, row in rows.items()])
+  _study.print_tables(
+      found, TASKS, f"held out, after {steps} steps (*: the end of the grid)",
+      ["rate", "setting"], lambda of: cells(*of.best))
   _plots.draw_curves(
       os.path.join(out, "curves.png"), "held-out error, mean of the seeds",
-      "optimizer steps", [_plots.Panel(name, TASKS[name].label, {
-          contender: (points, row["errors"], _STYLES[contender])
-          for contender, row in rows.items()})
-                          for name, rows in found.items()])
+      "optimizer steps", [
+          _study.panel(name, TASKS[name].label, points, {
+              contender: of.errors for contender, of in of_task.items()},
+                       _STYLES) for name, of_task in found.items()])
   return {"rates": rates, "tuning_seeds": tuning_seeds, "points": points,
-          "tasks": found}
+          "tasks": {name: {contender: {
+              "setting": of.best[0], "rate": of.best[1],
+              "validation": [(*tried, error) for tried, error in of.tried],
+              "errors": of.errors} for contender, of in of_task.items()}
+                    for name, of_task in found.items()}}
 
 
-def main(argv=None):
-  _command.main("choosing", __doc__, argv, run)
-
+main = _command.command("choosing", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -13,10 +13,10 @@ continue without it.
 
 import os
 
+import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
@@ -46,10 +46,11 @@ def average(task, rounds, seed):
   with tf.Graph().as_default(), tf1.device(task.placement()):
     tf1.set_random_seed(seed)
     with tf1.variable_scope("", custom_getter=getter, use_resource=True):
-      net = _Net(0 if is_chief else 1 + task.number, _WORKERS, seed)
+      net = _make_net(0 if is_chief else 1 + task.number, _WORKERS, seed)
     global_step = tf1.train.get_or_create_global_step()
     opt = wrapopt.ModelAverageOptimizer(
-        net.optimizer, _WORKERS, is_chief, getter, _INTERVAL, min_workers=2,
+        tf1.train.MomentumOptimizer(0.02, 0.9), _WORKERS, is_chief, getter,
+        _INTERVAL, min_workers=2,
         round_timeout_secs=20.0)  # For late or dead workers.
     train_op = opt.minimize(net.loss, global_step)
     with tf1.train.MonitoredTrainingSession(
@@ -67,7 +68,7 @@ def average(task, rounds, seed):
         curve.append((over, own, net.accuracy(session)))
         if is_chief:
           task.report(over)
-  return {"scans": net.scans, "steps": steps, "curve": curve}
+  return {"scans": net.samples, "steps": steps, "curve": curve}
 
 
 def alone(task, steps, parts, seed):
@@ -75,84 +76,61 @@ def alone(task, steps, parts, seed):
   del task
   with tf.Graph().as_default():
     tf1.set_random_seed(seed)
-    net = _Net(0, parts, seed)
-    train_op = net.optimizer.minimize(net.loss)
+    net = _make_net(0, parts, seed)
+    train_op = tf1.train.MomentumOptimizer(0.02, 0.9).minimize(net.loss)
     with tf1.Session() as session:
       session.run(tf1.global_variables_initializer())
       net.train(session, train_op, steps)
-      return {"scans": net.scans, "steps": steps,
+      return {"scans": net.samples, "steps": steps,
               "accuracy": net.accuracy(session)}
 
 
-class _Net:
-  """The net in the current graph, and a part of the scans."""
-
-  def __init__(self, part, parts, seed):
-    data, self._held_out = _tasks.load_digits(seed)
-    data = [x[part::parts] for x in data]
-    self.scans = len(data[0])
-    self._batches = _tasks.batches(data, 8, [seed, part, parts])
-    self._inputs = images, labels = _tasks.placeholders()
-    self._logits = _tasks.logits_of(images)
-    self.loss = _tasks.loss_of(labels, self._logits)
-    self.optimizer = tf1.train.MomentumOptimizer(0.02, 0.9)
-
-  def train(self, session, train_op, steps):
-    for _ in range(steps):
-      session.run(train_op, dict(zip(self._inputs, next(self._batches))))
-
-  def accuracy(self, session):
-    images, labels = self._held_out
-    return _tasks.accuracy_of(
-        session.run(self._logits, {self._inputs[0]: images}), labels)
-
-
-def run_cluster(rounds, seed, kill_worker):
-  """Trains; returns the result of each worker, None for a killed one."""
-  with _cluster.Cluster([average, alone], preload=[_tasks.__name__], ps=1,
-                        chief=1, worker=_WORKERS - 1) as cluster, \
-      _extras.load("tqdm").tqdm(total=rounds, unit="round") as progress:
-    chief, *workers = tasks = [
-        task for (job, _), task in cluster.tasks.items() if job != "ps"]
-    killed = []
-
-    def on_round(over):
-      if over == 0:
-        for worker in workers:
-          worker.tell("average", rounds=rounds, seed=seed)
-      progress.update(over - progress.n)
-      if kill_worker and not killed and over >= rounds // 2:
-        killed.append(workers[-1])
-        workers[-1].kill()
-        progress.write(f"{workers[-1].name} was killed after {over} rounds.")
-
-    chief.tell("average", rounds=rounds, seed=seed)
-    results = [chief.answer(on_round)]
-    results += [None if w in killed else w.answer() for w in workers]
-    baselines = [
-        chief.ask("alone", steps=rounds * _INTERVAL, parts=parts, seed=seed)
-        for parts in (_WORKERS, 1)]
-    return dict(zip((t.name for t in tasks), results)), baselines
+def _make_net(part, parts, seed):
+  data, held_out = _tasks.load_digits(seed)
+  return _tasks.GraphNet([x[part::parts] for x in data], held_out, 8,
+                         [seed, part, parts])
 
 
 def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
-  workers, baselines = run_cluster(rounds, seed, kill_worker)
+  with _cluster.Cluster([average, alone], preload=[_tasks.__name__], ps=1,
+                        chief=1, worker=_WORKERS - 1) as cluster, \
+      _command.progress(total=rounds, unit="round") as progress:
+    chief, *others = [
+        task for (job, _), task in cluster.tasks.items() if job != "ps"]
+    last = others[-1]
+
+    def on_round(over):
+      if over == 0:
+        for worker in others:
+          worker.tell("average", rounds=rounds, seed=seed)
+      progress.update(over - progress.n)
+      if kill_worker and over >= rounds // 2 and last.process.is_alive():
+        last.kill()
+        progress.write(f"{last.name} was killed after {over} rounds.")
+
+    chief.tell("average", rounds=rounds, seed=seed)
+    workers = {chief.name: chief.answer(on_round)}
+    for worker in others:
+      workers[worker.name] = (
+          None if kill_worker and worker is last else worker.answer())
+    baselines = [
+        chief.ask("alone", steps=rounds * _INTERVAL, parts=parts, seed=seed)
+        for parts in (_WORKERS, 1)]
+
   rows, curves = [], {}
   for i, (name, worker) in enumerate(workers.items()):
     if worker is None:
-      rows.append([name, "killed", "", "", ""])
+      rows.append([name, "killed"])
       continue
-    over, own, mean = zip(*worker["curve"])
+    over, own, mean = np.transpose(worker["curve"])
     rows.append([name, worker["scans"], worker["steps"], f"{own[-1]:.2%}",
                  f"{mean[-1]:.2%}"])
     curves[name.removeprefix("/job:").replace("/task:", " ")] = (
-        over, [100 * x for x in own], f"C{i}:")
-    if i == 0:
-      of_mean = over, [100 * x for x in mean], "k"
-  curves["mean"] = of_mean
+        over, 100 * own, f"C{i}:")
+  over, _, mean = np.transpose(workers[chief.name]["curve"])
+  curves["mean"] = over, 100 * mean, "k"
   for net, style in zip(baselines, ("C7--", "C7-.")):
-    rows.append(["alone", net["scans"], net["steps"], f"{net['accuracy']:.2%}",
-                 ""])
+    rows.append(["alone", net["scans"], net["steps"], f"{net['accuracy']:.2%}"])
     curves[f"alone, {net['scans']} scans"] = (
         [1, rounds], [100 * net["accuracy"]] * 2, style)
   _command.print_table(
@@ -167,9 +145,7 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
   return {"workers": workers, "alone": baselines}
 
 
-def main(argv=None):
-  _command.main("cluster_digits", __doc__, argv, run)
-
+main = _command.command("cluster_digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

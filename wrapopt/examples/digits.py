@@ -8,13 +8,11 @@ fluctuates, and that of their averages is nearly stable. At the end
 Saver restores them into another graph, which has no averages.
 """
 
-import itertools
 import os
 
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.examples import _command
 from wrapopt.examples import _tasks
 
@@ -46,31 +44,24 @@ def train(data, held_out, steps, seed, checkpoint):
   rows = []
   with tf.Graph().as_default():
     tf1.set_random_seed(seed)
-    images, labels = _tasks.placeholders()
-    logits = _tasks.logits_of(images)
+    net = _tasks.GraphNet(data, held_out, _BATCH, seed)
     global_step = tf1.train.get_or_create_global_step()
     opt = wrapopt.MovingAverageOptimizer(
         tf1.train.MomentumOptimizer(0.02, 0.9), average_decay=0.99,
         num_updates=global_step)
-    train_op = opt.minimize(_tasks.loss_of(labels, logits), global_step)
+    train_op = opt.minimize(net.loss, global_step)
     saver = opt.swapping_saver()
 
     with tf1.Session() as session:
       session.run(tf1.global_variables_initializer())
-
-      def evaluate():
-        outputs = session.run(logits, {images: held_out[0]})
-        return outputs, {"accuracy": _tasks.accuracy_of(outputs, held_out[1])}
-
-      batches = _tasks.batches(data, _BATCH, seed)
-      for step, batch in _extras.load("tqdm").tqdm(
-          enumerate(itertools.islice(batches, steps), 1), total=steps):
-        session.run(train_op, dict(zip((images, labels), batch)))
+      for step in _command.progress(range(1, steps + 1)):
+        net.train(session, train_op)
         if step in points:
-          _, raw = evaluate()
+          raw = net.accuracy(session)
           with opt.averaged_weights(session):
-            outputs, averaged = evaluate()
-          rows.append({"step": step, "raw": raw, "averaged": averaged})
+            averaged, outputs = net.accuracy(session), net.outputs(session)
+          rows.append({"step": step, "raw": {"accuracy": raw},
+                       "averaged": {"accuracy": averaged}})
       saver.save(session, checkpoint)
   return rows, outputs, opt.fused
 
@@ -78,11 +69,10 @@ def train(data, held_out, steps, seed, checkpoint):
 def restore(inputs, checkpoint):
   """Logits of the saved model, in a graph without averages."""
   with tf.Graph().as_default():
-    images, _ = _tasks.placeholders()
-    logits = _tasks.logits_of(images)
+    logits = _tasks.logits_of(tf.constant(inputs))
     with tf1.Session() as session:
       tf1.train.Saver().restore(session, checkpoint)
-      return session.run(logits, {images: inputs})
+      return session.run(logits)
 
 
 def run(out="results/digits", steps=2000, seed=0):
@@ -97,9 +87,7 @@ def run(out="results/digits", steps=2000, seed=0):
   return {"fused": fused, "curve": rows}
 
 
-def main(argv=None):
-  _command.main("digits", __doc__, argv, run)
-
+main = _command.command("digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -51,29 +51,27 @@ and the memory of one machine, so the seconds say nothing about workers that a
 network connects.
 """
 
-from collections.abc import Callable
-from concurrent import futures
 import functools
+import itertools
 import json
 import os
 import time
-from typing import NamedTuple, Optional
+import types
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt import server as server_module
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
+from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
 tf1 = tf.compat.v1
-layers = keras.layers
 
 _WORKERS = 4
 _BATCH = 32
@@ -93,73 +91,43 @@ _STYLES = {"alone": "C7:", "all data": "k:", "synchronous": "C2--",
            "fragments": "C4-", "overlap": "C5-", "streaming": "C6.-"}
 WAYS = tuple(_STYLES)
 
-
-class Setting(NamedTuple):
-  """What is tuned.
-
-  Attributes:
-    rate: The learning rate of Adam, as a multiple of the task's.
-    center: How fast the center moves: the outer rate of DiLoCo, or the moving
-      rate of elastic averaging, of all workers. Or None.
-  """
-  rate: float
-  center: Optional[float] = None
-
-  def __str__(self):
-    return f"rate x {self.rate:g}" + (
-        f", center {self.center:g}" if self.center else "")
-
-
-# As many for each way.
-_SETTINGS = {way: [Setting(2.0**i) for i in range(-2, 6)] for way in WAYS}
+# What is tuned, in as many runs for each way: the learning rate of Adam, as a
+# multiple of the task's, and how fast the center moves. That is the outer rate
+# of DiLoCo, or the moving rate of elastic averaging, of all workers.
+_SETTINGS = {way: [(2.0**i,) for i in range(-2, 6)] for way in WAYS}
+for _way in _DILOCO:
+  _SETTINGS[_way] = [*itertools.product((1, 2, 4, 8), (0.7, 0.35))]
 # The default moving rate also divides by the period. In the 20 rounds of the
 # text, the center would move less than a third of the way to the workers.
-for _way in "elastic", *_DILOCO:
-  _SETTINGS[_way] = [Setting(rate, center) for rate in (1, 2, 4, 8) for center
-                     in ((0.9, 0.45) if _way == "elastic" else (0.7, 0.35))]
+_SETTINGS["elastic"] = [*itertools.product((1, 2, 4, 8), (0.9, 0.45))]
 
 _BEFORE = 16  # Characters that the net of the text sees.
 
 
-def _split_text(documents, seed):
-  """Holds out a fifth of the documents."""
-  samples = lambda of: _tasks.windows(_tasks.letters_of(of), _BEFORE)
-  held_out = set(range(seed % 5, len(documents), 5))
-  # A worker's quarter are modules that follow each other.
-  training = samples([d for i, d in enumerate(documents) if i not in held_out])
-  order = np.random.default_rng(seed)
-  x, y = samples([documents[i] for i in sorted(held_out)])
-  some = order.permutation(len(x))[:8000]
-  return training, (x[some], y[some])
+def _load_text(files):
+  """A function of a seed, which holds out a fifth of the documents."""
+  documents = _tasks.read_documents(files)
+  samples = lambda of: _tasks.windows(_BEFORE, _tasks.letters_of(of))
+
+  def split(seed):
+    # A worker's quarter are modules that follow each other.
+    training = [d for i, d in enumerate(documents) if (i - seed) % 5]
+    x, y = samples(documents[seed % 5::5])
+    some = np.random.default_rng(seed).permutation(len(x))[:8000]
+    return samples(training), (x[some], y[some])
+
+  return split
 
 
-class Task(NamedTuple):
-  """A task.
-
-  Attributes:
-    read: A function of the number of files of the standard library.
-    split: A function of what `read` returns and a seed: the (inputs, targets)
-      to train on, and others.
-    measure: The model and its error.
-    rate: A learning rate.
-    sync_every: The steps in a round.
-  """
-  read: Callable
-  split: Callable
-  measure: _tasks.Task
-  rate: float
-  sync_every: int
-
-
+# `load` returns a function of a seed: the samples to train on, and others.
 TASKS = {
-    "digits": Task(
-        lambda files: None, lambda read, seed: _tasks.load_digits(seed),
-        _tasks.Task(None, _tasks.make_net, *_tasks.CLASSES), 1e-3, 20),
-    "text": Task(
-        _tasks.read_documents, _split_text,
-        _tasks.Task(None, lambda: _tasks.make_letters_net(_BEFORE),
-                    *_tasks.LETTERS), 2e-3, 50),
+    "digits": _tasks.Task(
+        lambda files: _tasks.load_digits, _tasks.make_net, *_tasks.CLASSES),
+    "text": _tasks.Task(
+        _load_text, lambda: _tasks.make_letters_net(_BEFORE), *_tasks.LETTERS),
 }
+_RATES = {"digits": 1e-3, "text": 2e-3}
+_SYNC_EVERY = {"digits": 20, "text": 50}  # The steps in a round.
 
 
 class Trainer:
@@ -171,16 +139,17 @@ class Trainer:
 
   _overlap = 0  # Steps after a round until the worker gets the center.
 
-  def __init__(self, task_name, seed, held_out, setting, strategy):
-    self._task, self._held_out = TASKS[task_name], held_out
-    self._rate = setting.rate * self._task.rate
-    self._strategy = strategy
-    keras.utils.set_random_seed(seed)
-    with strategy.scope():
-      self._model = self._task.measure.make_model()
+  def __init__(self, of, strategy=None):
+    """Makes a trainer of what `run` tells."""
+    self._task, self._held_out = TASKS[of.task_name], of.held_out
+    self._sync_every = _SYNC_EVERY[of.task_name]
+    self._rate = of.setting[0] * _RATES[of.task_name]
+    self._strategy = strategy or tf.distribute.get_strategy()
+    keras.utils.set_random_seed(of.seed)
+    with self._strategy.scope():
+      self._model = self._task.make_model()
     self._variables = self._model.trainable_variables
-    self._size = sum(v.value.dtype.size * int(np.prod(v.shape))
-                     for v in self._variables)
+    self._size = 4 * self._model.count_params()
     self._steps = self._sent = 0
     self._seconds = 0.0
     self.rows = []
@@ -191,13 +160,12 @@ class Trainer:
       optimizer = wrap(keras.optimizers.Adam(self._rate))
       optimizer.build(self._variables)
     return optimizer, _tasks.step_of(self._strategy, self._model, optimizer,
-                                     self._task.measure.loss)
+                                     self._task.loss)
 
   def step(self):
     start = time.perf_counter()
     self._steps += 1
-    ended = self._steps == self._overlap + (
-        self._task.sync_every * len(self.rows))
+    ended = self._steps == self._overlap + self._sync_every * len(self.rows)
     self._take(ended)
     if self._steps > 1:
       self._seconds += time.perf_counter() - start
@@ -212,8 +180,8 @@ class Trainer:
     # In all workers, so that none runs ahead while the clock stands.
     weights = self._weights()
     self.rows.append((
-        self._task.sync_every * len(self.rows), self._seconds, self._sent,
-        self._task.measure.error_of(
+        self._sync_every * len(self.rows), self._seconds, self._sent,
+        self._task.error_of(
             lambda x: self._model.stateless_call(weights, [], x)[0],
             self._held_out)))
 
@@ -221,35 +189,32 @@ class Trainer:
 class Worker(Trainer):
   """A worker in TensorFlow 2."""
 
-  def __init__(self, task, way, addresses, data, seed, setting, **settings):
-    self._synchronous = way == "synchronous"
-    if self._synchronous:
+  _local = None
+
+  def __init__(self, task, of):
+    self._of = of
+    if of.way == "synchronous":
       os.environ["TF_CONFIG"] = json.dumps({
-          "cluster": {"worker": addresses},
+          "cluster": {"worker": of.addresses},
           "task": {"type": "worker", "index": task.number}})
-    super().__init__(
-        seed=seed, setting=setting, **settings,
-        strategy=tf.distribute.MultiWorkerMirroredStrategy()
-        if self._synchronous else tf.distribute.get_strategy())
+      super().__init__(of, tf.distribute.MultiWorkerMirroredStrategy())
+    else:
+      super().__init__(of)
     self._batches = _tasks.batches(
-        data, _BATCH * (_WORKERS if way == "all data" else 1),
-        [seed, task.number])
-    _, step = self._keras_step()
-    self._step = tf.function(step)
-    self._local = None
-    if way in _LOCAL:
-      self._addresses = addresses
-      make = functools.partial(
-          wrapopt.DiLoCo, outer_learning_rate=setting.center, **_DILOCO[way]
-      ) if way in _DILOCO else wrapopt.LocalSGD
+        of.data, _BATCH * (_WORKERS if of.way == "all data" else 1),
+        [of.seed, task.number])
+    self._step = tf.function(self._keras_step()[1])
+    if of.way in _LOCAL:
+      make = wrapopt.LocalSGD if of.way == "LocalSGD" else functools.partial(
+          wrapopt.DiLoCo, outer_learning_rate=of.setting[1], **_DILOCO[of.way])
       self._local = make(
-          self._variables, addresses, f"worker-{task.number}", _WORKERS,
-          self._task.sync_every, round_timeout_secs=120, name="job")
+          self._variables, of.addresses, f"worker-{task.number}", _WORKERS,
+          self._sync_every, round_timeout_secs=120, name="job")
       self._overlap = self._local.overlap_steps
 
   def _take(self, ended):
     self._step(*map(tf.constant, next(self._batches)))
-    if self._synchronous:
+    if self._of.way == "synchronous":
       self._sent += self._size
     if self._local:
       before = self._local.report
@@ -259,35 +224,33 @@ class Worker(Trainer):
 
   def _weights(self):
     # Fragments get their centers at other steps than this one.
-    return wrapopt.read_center(self._addresses, "job").values if (
+    return wrapopt.read_center(self._of.addresses, "job").values if (
         self._local) else super()._weights()
 
 
 class Coordinator(Trainer):
   """Has workers take steps; one of its steps is one of each, in the mean."""
 
-  def __init__(self, task, way, addresses, data, seed, **settings):
-    del way, addresses
-    super().__init__(seed=seed, **settings, strategy=task.strategy)
-    self._coordinator = task.coordinator
+  def __init__(self, task, of):
+    super().__init__(of, task.strategy)
     self._optimizer, step = self._keras_step(
         lambda opt: wrapopt.keras.DropStaleGradient(opt, _STALENESS))
 
     def batches():
       worker = (tf.distribute.coordinator
                 .experimental_get_current_worker_index())
-      return tf.data.Dataset.from_tensor_slices(tuple(
-          tf.constant(quarters)[worker] for quarters in data)).shuffle(
-              len(data[0][0]), seed).repeat().batch(_BATCH)
+      return _tasks.dataset(
+          tuple(tf.constant(quarters)[worker] for quarters in of.data), _BATCH,
+          of.seed)
 
-    self._step = tf.function(lambda iterator: step(*next(iterator)))
-    self._iterator = iter(self._coordinator.create_per_worker_dataset(batches))
+    self._schedule = task.scheduler(step, batches)
+    self._join = task.coordinator.join
 
   def _take(self, ended):
     for _ in range(_WORKERS):
-      self._coordinator.schedule(self._step, (self._iterator,))
+      self._schedule()
     if ended or self._steps == 1:
-      self._coordinator.join()
+      self._join()
       # A dropped gradient is not sent.
       self._sent = self._size * int(self._optimizer.iterations) // _WORKERS
 
@@ -295,35 +258,32 @@ class Coordinator(Trainer):
 class Elastic(Trainer):
   """A worker in a session of TensorFlow 1."""
 
-  def __init__(self, task, way, addresses, data, seed, setting, **settings):
-    del way, addresses
-    super().__init__(seed=seed, setting=setting, **settings,
-                     strategy=tf.distribute.get_strategy())
-    self._batches = _tasks.batches(data, _BATCH, [seed, task.number])
+  def __init__(self, task, of):
+    super().__init__(of)
     weights = self._model.get_weights()
     getter = wrapopt.ElasticAverageCustomGetter(task.device)
-    with tf.Graph().as_default() as graph, tf1.device(task.placement()):
-      self._inputs = x, y = [
-          tf1.placeholder(part.dtype, (None, *part.shape[1:])) for part in data]
-      with tf1.variable_scope("", custom_getter=getter, use_resource=True):
-        variables = [tf1.get_variable(f"w{i}", initializer=w)
-                     for i, w in enumerate(weights)]
+
+    def logits(x):
+      self._variables = [tf1.get_variable(f"w{i}", initializer=w)
+                         for i, w in enumerate(weights)]
       # Keras makes no variables in this graph, but its layers compute there.
-      outputs, _ = self._model.stateless_call(variables, [], x)
+      return self._model.stateless_call(self._variables, [], x)[0]
+
+    with tf.Graph().as_default() as graph, tf1.device(task.placement()):
+      with tf1.variable_scope("", custom_getter=getter, use_resource=True):
+        self._net = _tasks.GraphNet(of.data, of.held_out, _BATCH,
+                                    [of.seed, task.number], logits)
       opt = wrapopt.ElasticAverageOptimizer(
           tf1.train.AdamOptimizer(self._rate, epsilon=1e-7),  # As Keras.
-          _WORKERS, getter, self._task.sync_every,
-          setting.center / _WORKERS, rho=0)
-      self._train_op = opt.minimize(
-          tf.reduce_mean(self._task.measure.loss(y, outputs)))
-      self._centers = [getter.centers[v] for v in variables]
+          _WORKERS, getter, self._sync_every, of.setting[1] / _WORKERS, rho=0)
+      self._train_op = opt.minimize(self._net.loss)
+      self._centers = [getter.centers[v] for v in self._variables]
       start = opt.get_init_op(task.number)
     self._session = task.session(graph)
     self._session.run(start)
 
   def _take(self, ended):
-    self._session.run(
-        self._train_op, dict(zip(self._inputs, next(self._batches))))
+    self._net.train(self._session, self._train_op)
     self._sent += self._size if ended else 0
 
   def _weights(self):
@@ -339,12 +299,13 @@ def serve(task):
   return task.server.target
 
 
-def prepare(task, way, **settings):
+def prepare(task, **of):
   """Makes a trainer and takes its first step, which traces."""
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.get_logger().setLevel("ERROR")
-  make = {"asynchronous": Coordinator, "elastic": Elastic}.get(way, Worker)
-  task.trainer = make(task, way, **settings)
+  make = {"asynchronous": Coordinator, "elastic": Elastic}.get(
+      of["way"], Worker)
+  task.trainer = make(task, types.SimpleNamespace(**of))
   task.trainer.evaluate()
   task.trainer.step()
 
@@ -356,17 +317,7 @@ def train(task, steps):
   return task.trainer.rows
 
 
-def _answers(processes):
-  """The answers of all; the error of the first that fails."""
-  # Without `with`: others may wait for the one that failed.
-  pool = futures.ThreadPoolExecutor(len(processes))
-  waiting = [pool.submit(p.answer) for p in processes]
-  for done in futures.as_completed(waiting):
-    done.result()
-  return [done.result() for done in waiting]
-
-
-def run(name, way, setting, seed, steps, data, held_out):
+def run(task_name, way, setting, seed, steps, data, held_out):
   """Trains; returns the rows of the first worker, or of the coordinator."""
   n = 1 if way in ("alone", "all data") else _WORKERS
   quarters = tuple(x[:len(x) // _WORKERS * _WORKERS].reshape(
@@ -377,20 +328,17 @@ def run(name, way, setting, seed, steps, data, held_out):
     other = cluster.tasks["coordinator", 0]  # Outside the cluster.
     if way == "asynchronous":
       trainers = {other: quarters}
-    elif way == "all data":
-      trainers = {cluster.tasks["worker", 0]: data}
     else:
-      trainers = {cluster.tasks["worker", k]: tuple(x[k] for x in quarters)
-                  for k in range(n)}
+      trainers = {cluster.tasks["worker", k]: data if way == "all data" else
+                  tuple(x[k] for x in quarters) for k in range(n)}
     addresses = [other.ask("serve")] if way in _LOCAL else [
         f"localhost:{port}" for port in _cluster.free_ports(n)]
-    for trainer, part in trainers.items():
-      trainer.tell("prepare", task_name=name, way=way, addresses=addresses,
-                   seed=seed, data=part, held_out=held_out, setting=setting)
-    _answers(trainers)
-    for trainer in trainers:
-      trainer.tell("train", steps=steps)
-    return _answers(trainers)[0]
+    _cluster.ask_all("prepare", {trainer: {
+        "task_name": task_name, "way": way, "setting": setting, "seed": seed,
+        "addresses": addresses, "data": part, "held_out": held_out}
+                                 for trainer, part in trainers.items()})
+    return _cluster.ask_all(
+        "train", {trainer: {"steps": steps} for trainer in trainers})[0]
 
 
 def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
@@ -399,79 +347,75 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
 
   The steps are rounded up to whole rounds.
   """
-  found, tuned = {}, {}
-  tried = {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
-           for way in ways}
-  with _extras.load("tqdm").tqdm(total=len(tasks) * sum(
-      len(settings) + seeds for settings in tried.values())) as progress:
-    for name in tasks:
-      task = TASKS[name]
-      of_task = min(steps, 100) if quick else steps
-      of_task += -of_task % task.sync_every
-      read = task.read(12 if quick else 120)
+  if quick:
+    steps = min(steps, 100)
 
-      def rows(way, setting, s):
-        progress.set_postfix_str(f"{name}: {way}, {setting}")
-        # pylint: disable-next=cell-var-from-loop
-        got = run(name, way, setting, s, of_task, *task.split(read, s))
-        progress.update()
-        return got
+  def trainer_of(name, found):
+    del found
+    split = TASKS[name].load(12 if quick else 120)
 
-      found[name], tuned[name], table = {}, {}, []
-      for way, settings in tried.items():
-        best, errors = _tasks.least(settings, lambda setting, way=way: rows(
-            way, setting, seed + seeds)[-1][-1])
-        table.append([way, best, *(f"{e:.2f}" for e in errors.values())])
-        tuned[name][way] = list(errors.items())
-        found[name][way] = [rows(way, best, s)
-                            for s in range(seed, seed + seeds)]
-      _command.print_table(
-          f"{name}: errors of the settings that were tried, and the best",
-          ["way", "best", *["error"] * max(map(len, tried.values()))], table)
+    def train(way, setting, seed, points, part):
+      del points, part  # After each round. A seed has a split of its own.
+      return run(name, way, setting, seed,
+                 steps + -steps % _SYNC_EVERY[name], *split(seed))
+
+    return train
+
+  found = _study.compare(
+      tasks, {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
+              for way in ways},
+      trainer_of, (), [seed + seeds], range(seed, seed + seeds))
+  for name, of_ways in found.items():
+    _command.print_table(
+        f"{name}: errors of the settings that were tried, and the best",
+        ["way", "best", *["error"] * max(
+            len(of.tried) for of in of_ways.values())],
+        [[way, _shown(of.best), *(f"{error:.2f}" for _, error in of.tried)]
+         for way, of in of_ways.items()])
   show(out, found)
-  return {"tasks": found, "tuned": tuned}
+  return {"tasks": {name: {way: of.errors for way, of in of_ways.items()}
+                    for name, of_ways in found.items()},
+          "tuned": {name: {way: of.tried for way, of in of_ways.items()}
+                    for name, of_ways in found.items()}}
 
 
 def show(out, found):
-  """Prints and draws {task: {way: the rows of each seed}}."""
-  table, panels = [], []
+  """Prints and draws {task: {way: Found}}."""
+
+  def cells(of):
+    _, seconds, sent, _ = np.mean(of.errors, axis=0)[-1]
+    return _shown(of.best), f"{sent / 1e6:.2f}", f"{seconds:.1f}"
+
+  _study.print_tables(found, TASKS, "held out", [
+      "setting", "MB sent", "seconds"], cells)
+  panels = []
   for name, of_ways in found.items():
-    over_bytes, over_time, ends = {}, {}, []
-    for way, rows in of_ways.items():
-      # Of each seed. The bytes differ only in asynchronous training.
-      steps_, seconds, sent, errors = np.moveaxis(np.array(rows), -1, 0)
-      sent = sent.mean(axis=0) / 1e6
-      table.append([
-          name, way, int(steps_[0, -1]), *_command.of_seeds(errors),
-          f"{sent[-1]:.2f}", f"{seconds[:, -1].mean():.1f}"])
-      over_time[way] = seconds.mean(axis=0), errors, _STYLES[way]
-      if sent.any():
-        over_bytes[way] = sent[1:], errors[:, 1:], _STYLES[way]
-        ends += [sent[1], sent[-1]]
-    # Of those that send nothing, the errors in the end.
-    ends = ends or [0.1, 1]
-    over_bytes = {way: over_bytes.get(way, (
-        [min(ends), max(ends)],
-        np.repeat(np.array(rows)[:, -1:, 3], 2, axis=1), _STYLES[way]))
-                  for way, rows in of_ways.items()}
-    label = TASKS[name].measure.label
+    over_bytes, over_time = {}, {}
+    rows = {way: np.array(of.errors) for way, of in of_ways.items()}
+    # After the start. They differ between seeds only in asynchronous training.
+    sent = {way: of.mean(axis=0)[1:, 2] / 1e6 for way, of in rows.items()}
+    ends = [x for of in sent.values() for x in of if x] or [0.1, 1]
+    for way, of in rows.items():
+      over_time[way] = of.mean(axis=0)[:, 1], of[..., 3], _STYLES[way]
+      over_bytes[way] = (
+          (sent[way], of[:, 1:, 3], _STYLES[way]) if sent[way].any() else
+          # Those that send nothing have a line at the error in the end.
+          ([min(ends), max(ends)], of[:, [-1, -1], 3], _STYLES[way]))
+    label = TASKS[name].label
     panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
                             over_bytes, "log"),
                _plots.Panel(f"{name}, over seconds", label, over_time)]
-  _command.print_table(
-      "errors on held-out data: the mean, least and largest of the seeds; what "
-      "a worker sent",
-      ["task", "way", "steps", "error", "least", "largest", "MB sent",
-       "seconds"], table)
   _plots.draw_curves(
       os.path.join(out, "diloco.png"),
       f"{_WORKERS} workers; band: the least and the largest of the seeds",
       "", panels)
 
 
-def main(argv=None):
-  _command.main("diloco", __doc__, argv, compare)
+def _shown(setting):
+  return "x " + ", ".join(f"{x:g}" for x in setting)
 
+
+main = _command.command("diloco", __doc__, compare)
 
 if __name__ == "__main__":
   main()

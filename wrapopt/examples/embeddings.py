@@ -59,12 +59,9 @@ def run(out="results/embeddings", steps=3000, files=10000, seed=0):
 
 
 def make_model():
-  return keras.Sequential([
-      keras.Input((len(_FEATURES),), dtype="int32"),
-      keras.layers.Embedding(_ROWS, _WIDTH),
-      keras.layers.GlobalAveragePooling1D(),
-      keras.layers.Dense(_VOCABULARY),
-  ])
+  return _tasks.make_embedded(len(_FEATURES), _ROWS, _WIDTH,
+                              keras.layers.GlobalAveragePooling1D(),
+                              _VOCABULARY)
 
 
 def make_samples(documents, seed):
@@ -86,19 +83,15 @@ def make_samples(documents, seed):
   numbers = {word: i + 1 for i, (word, _) in enumerate(counts.most_common())}
 
   def samples(documents):
-    longest = max(max(f) for f in _FEATURES)
+    longest = max(map(max, _FEATURES))
     # Word 0 precedes a document and replaces unknown words.
-    words = np.array([n for document in documents for n in (
-        *[0] * longest, *(numbers.get(word, 0) for word in document))])
-    starts = np.cumsum([0, *(longest + len(d) for d in documents[:-1])])
-    is_word = np.ones(len(words), bool)
-    for i in range(longest):
-      is_word[starts + i] = False
-    at = np.flatnonzero(is_word)
-    rows = [_hash(i, *(words[at - back] for back in feature))
+    last, words = _tasks.windows(longest, *(
+        [0] * longest + [numbers.get(word, 0) for word in d]
+        for d in documents))
+    rows = [_hash(i, *(last[:, -back] for back in feature))
             for i, feature in enumerate(_FEATURES)]
     return (np.stack(rows, axis=1),
-            np.where(words[at] < _VOCABULARY, words[at], 0).astype(np.int32))
+            np.where(words < _VOCABULARY, words, 0).astype(np.int32))
 
   return samples(documents[n_held_out:]), samples(documents[:n_held_out])
 
@@ -113,9 +106,7 @@ def _hash(feature, *words):
   return (result % np.uint64(_ROWS)).astype(np.int32)
 
 
-def main(argv=None):
-  _command.main("embeddings", __doc__, argv, run)
-
+main = _command.command("embeddings", __doc__, run)
 
 if __name__ == "__main__":
   main()

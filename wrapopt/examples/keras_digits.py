@@ -55,9 +55,7 @@ def save(model, plain, out, inputs):
   print(f"Plain Keras loads the averaged model, bit for bit, from\n{weights}")
 
 
-def main(argv=None):
-  _command.main("keras_digits", __doc__, argv, run)
-
+main = _command.command("keras_digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -43,10 +43,10 @@ the least and the largest error of all seeds. A perplexity of 9999 stands for
 any above it.
 """
 
-import contextlib
+import collections
+import itertools
 import os
-import signal
-import threading
+import subprocess
 import time
 
 import keras
@@ -54,15 +54,14 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _extras
 from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
+from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
 tf1 = tf.compat.v1
-layers = keras.layers
 
 _WORKERS = 3
 _BATCH = 16
@@ -89,27 +88,22 @@ def train(task, steps, limit, rest, seed):
     tf1.set_random_seed(seed)
     tf1.get_variable_scope().set_use_resource(True)
     global_step = tf1.train.get_or_create_global_step()
-    images, labels = _tasks.placeholders()
     opt = wrapopt.DropStaleGradientOptimizer(
         tf1.train.GradientDescentOptimizer(0.02), limit,
         worker=f"worker_{task.number}")
-    with opt.record_step():  # Before the weights are read.
-      logits = _later(_tasks.logits_of(images), rest)
-      loss = _tasks.loss_of(labels, logits)
-    train_op = opt.minimize(loss, global_step)
+    net = _tasks.GraphNet(data, held_out, _BATCH, [seed, task.number],
+                          lambda x: _later(_tasks.logits_of(x), rest),
+                          opt.record_step)
+    train_op = opt.minimize(net.loss, global_step)
     stats = opt.staleness_stats(worker=True)
     now = global_step.read_value()
 
   with task.session(graph) as session:
-    batches = _tasks.batches(data, _BATCH, [seed, task.number])
-    start, tried = time.perf_counter(), 0
+    tried = 0
     while session.run(now) < steps:
-      session.run(train_op, dict(zip((images, labels), next(batches))))
+      net.train(session, train_op)
       tried += 1
-    seconds = time.perf_counter() - start
-    return {"tried": tried, "seconds": seconds,
-            "accuracy": _tasks.accuracy_of(
-                session.run(logits, {images: held_out[0]}), held_out[1]),
+    return {"tried": tried, "accuracy": net.accuracy(session),
             **_histograms(session.run(stats))}
 
 
@@ -135,22 +129,19 @@ def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
   with _cluster.Cluster([train], preload=[_tasks.__name__], ps=1,
                         worker=_WORKERS) as cluster:
     workers = [cluster.tasks["worker", i] for i in range(_WORKERS)]
-    for worker in workers:
-      worker.tell("train", steps=steps, limit=limit, seed=seed,
-                  rest=rest if worker is workers[-1] else 0.0)
-    found = [worker.answer() for worker in workers]
+    found = _cluster.ask_all("train", {worker: {
+        "steps": steps, "limit": limit, "seed": seed,
+        "rest": rest if worker is workers[-1] else 0.0} for worker in workers})
 
-  accuracy = found[-1]["accuracy"]  # The worker that ends last.
-  admitted, dropped = ([sum(worker[of]) for worker in found]
-                       for of in ("admitted", "dropped"))
   names = [*map(str, range(_WORKERS - 1)), f"{_WORKERS - 1}, slow"]
+  tried, admitted, dropped = ([np.sum(worker[of]) for worker in found]
+                              for of in ("tried", "admitted", "dropped"))
   _command.print_table(
-      f"after {sum(admitted)} updates with a limit of {limit}: {accuracy:.2%} "
-      "of the held-out scans are right",
-      ["worker", "gradients", "a second", "admitted", "dropped"],
-      [[name, worker["tried"], f"{worker['tried'] / worker['seconds']:.1f}",
-        *counts] for name, worker, *counts in zip(
-            names, found, admitted, dropped)])
+      f"after {sum(admitted)} updates with a limit of {limit}: "
+      # Of the worker that ends last.
+      f"{found[-1]['accuracy']:.2%} of the held-out scans are right",
+      ["worker", "gradients", "admitted", "dropped"],
+      zip(names, tried, admitted, dropped))
   _plots.draw_staleness(out, "", {
       f"asynchronous SGD with a limit of {limit}": {
           f"worker {name}: {n} dropped": np.add(w["admitted"], w["dropped"])
@@ -178,42 +169,20 @@ def coordinate(task, steps, limit, seed):
     if limit is not None:
       optimizer = wrapopt.keras.DropStaleGradient(optimizer, limit)
     optimizer.build(model.trainable_variables)
-  take = _tasks.step_of(task.strategy, model, optimizer, _tasks.cross_entropy)
-  step = tf.function(lambda iterator: take(*next(iterator)))
-  iterator = iter(task.coordinator.create_per_worker_dataset(
-      lambda: _tasks.dataset(data, _BATCH, None)))
+  schedule = task.scheduler(
+      _tasks.step_of(task.strategy, model, optimizer, _tasks.cross_entropy),
+      lambda: _tasks.dataset(data, _BATCH, None))
   for _ in range(steps):
-    task.coordinator.schedule(step, args=(iterator,))
+    schedule()
   while not task.coordinator.done():
     task.report(int(optimizer.iterations))
     time.sleep(0.1)
   task.coordinator.join()
-  return {"scheduled": steps, "iterations": int(optimizer.iterations),
-          "accuracy": _tasks.accuracy_of(model(held_out[0]).numpy(),
-                                         held_out[1]),
-          **(_histograms(optimizer.staleness_stats()) if limit is not None
-             else {"admitted": [], "dropped": []})}
-
-
-@contextlib.contextmanager
-def _slow(pid, rest):
-  """A context in which a process is stopped for most of the time."""
-  ended = threading.Event()
-
-  def run():
-    while not ended.is_set():
-      os.kill(pid, signal.SIGSTOP)
-      ended.wait(rest)
-      os.kill(pid, signal.SIGCONT)
-      time.sleep(rest / 10)
-
-  thread = threading.Thread(target=run, daemon=True)
-  thread.start()
-  try:
-    yield
-  finally:
-    ended.set()
-    thread.join()
+  outputs = model(held_out[0]).numpy()
+  return {"iterations": int(optimizer.iterations),
+          "accuracy": _tasks.accuracy_of(outputs, held_out[1]), **(
+              {"admitted": [], "dropped": []} if limit is None
+              else _histograms(optimizer.staleness_stats()))}
 
 
 def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
@@ -224,12 +193,15 @@ def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
                         coordinator=True, ps=2, worker=_WORKERS) as cluster:
     task = cluster.tasks["coordinator", 0]
     slow = cluster.tasks["worker", _WORKERS - 1].process.pid
-    with _slow(slow, rest):
-      for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
-                       (f"limit {limit}", limit)):
-        with _extras.load("tqdm").tqdm(total=steps, desc=name) as progress:
-          task.tell("coordinate", steps=steps, limit=of, seed=seed)
-          runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
+    # Stops it most of the time, as long as it is there.
+    subprocess.Popen(  # pylint: disable=consider-using-with
+        ["sh", "-c", f"while kill -STOP {slow}; do sleep {rest}; kill -CONT "
+         f"{slow}; sleep {rest / 10}; done"], stderr=subprocess.DEVNULL)
+    for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
+                     (f"limit {limit}", limit)):
+      with _command.progress(total=steps, desc=name) as progress:
+        task.tell("coordinate", steps=steps, limit=of, seed=seed)
+        runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
 
   _command.print_table(
       f"after {steps} scheduled steps",
@@ -249,24 +221,18 @@ _ORDERS = ("in turn", "random")
 _VOCABULARY = 800
 _CONTEXT = 3
 
-_SEQUENTIAL, _ASYNCHRONOUS, _DROPPED, _SCALED, _COMPENSATED, _GAP = (
-    "sequential", "asynchronous", "dropped", "scaled", "DC-ASGD-a", "gap-aware")
-METHODS = (_ASYNCHRONOUS, _DROPPED, _SCALED, _COMPENSATED, _GAP)
-_STYLES = {_SEQUENTIAL: "k.-", _ASYNCHRONOUS: "C7.-", _DROPPED: "C3.-",
-           _SCALED: "C1.-", _COMPENSATED: "C0.-", _GAP: "C2.-"}
+_STYLES = {"sequential": "k.-", "asynchronous": "C7.-", "dropped": "C3.-",
+           "scaled": "C1.-", "DC-ASGD-a": "C0.-", "gap-aware": "C2.-"}
+_SEQUENTIAL, *METHODS = _STYLES
 
 
 def _split_words(files):
   documents = _tasks.read_documents(files)
-  words, counts = np.unique([w for d in documents for w in d],
-                            return_counts=True)
-  frequent = words[np.argsort(-counts, kind="stable")[:_VOCABULARY - 1]]
-  number = {word: i + 1 for i, word in enumerate(frequent)}  # 0: another word.
-  samples = [
-      [number.get(w, 0) for w in document[i:i + _CONTEXT + 1]]
-      for document in documents for i in range(len(document) - _CONTEXT)]
-  samples = np.array(samples, np.int32)
-  training, *others = _tasks.split(samples[:, :-1], samples[:, -1])
+  counts = collections.Counter(sorted(w for d in documents for w in d))
+  number = {word: i + 1 for i, (word, _) in enumerate(
+      counts.most_common(_VOCABULARY - 1))}  # 0: another word.
+  training, *others = _tasks.split(*_tasks.windows(_CONTEXT, *(
+      np.array([number.get(w, 0) for w in d], np.int32) for d in documents)))
   return _tasks.Split(training, *((x[:4000], y[:4000]) for x, y in others))
 
 
@@ -278,22 +244,21 @@ TASKS = {
         _tasks.split_cancer, lambda: _tasks.make_dense((30,), 16, 2),
         *_tasks.CLASSES),
     "words": _tasks.Task(
-        _split_words, lambda: keras.Sequential([
-            keras.Input((_CONTEXT,), dtype="int32"),
-            layers.Embedding(_VOCABULARY, 16), layers.GlobalAveragePooling1D(),
-            layers.Dense(_VOCABULARY)]),
-        _tasks.cross_entropy, _tasks.perplexity, "perplexity of a word"),
+        _split_words, lambda: _tasks.make_embedded(
+            _CONTEXT, _VOCABULARY, 16, keras.layers.GlobalAveragePooling1D(),
+            _VOCABULARY), *_tasks.WORDS),
 }
 
 
 def make_optimizer(method, workers, rate, lambda_, step):
   """The optimizer of a method, and whether it is a gate."""
   descent = tf1.train.GradientDescentOptimizer(rate)
-  if method in (_SEQUENTIAL, _ASYNCHRONOUS):
+  if method in ("sequential", "asynchronous"):
     return descent, False
-  policy = {_DROPPED: "drop", _SCALED: "scale", _GAP: wrapopt.GapAware(),
-            _COMPENSATED: wrapopt.DelayCompensation(lambda_)}[method]
-  limit = workers // 2 if method == _DROPPED else _NO_LIMIT
+  policy = {"dropped": "drop", "scaled": "scale", "gap-aware":
+            wrapopt.GapAware(), "DC-ASGD-a": wrapopt.DelayCompensation(lambda_)
+           }[method]
+  limit = workers // 2 if method == "dropped" else _NO_LIMIT
   return wrapopt.DropStaleGradientOptimizer(
       descent, limit, policy=policy, global_step=step), True
 
@@ -359,54 +324,6 @@ class Simulation:
     return errors, opt.staleness_stats() if is_gate else None
 
 
-def compare(name, grid, seeds, points, files, progress):
-  """Tunes and trains a task with all methods.
-
-  Args:
-    name: One of TASKS.
-    grid: A dict: the candidates "rates" and "lambdas", the numbers of
-      "workers", and their "orders".
-    seeds: The number of seeds.
-    points: After how many gradients the error is measured.
-    files: The number of files of the standard library to read.
-    progress: A progress bar, which counts runs.
-
-  Returns:
-    A dict: "rate" and "lambda", their errors in "validation", and the "errors":
-    {order: {number of workers: {method: [errors after `points`, of a seed]}}}.
-  """
-  simulation = Simulation(TASKS[name], files)
-
-  def run(*args):
-    progress.set_postfix_str(f"{name}: {args[0]}, {args[1]} workers")
-    errors, _ = simulation.run(*args)
-    progress.update()
-    return errors
-
-  def last(method, workers, rate, lambda_):
-    return run(method, workers, "in turn", rate, lambda_, _TUNING_SEED,
-               points[-1:], "validation")[0]
-
-  rate, of_rates = _tasks.least(
-      grid["rates"], lambda r: last(_SEQUENTIAL, 1, r, None))
-  lambda_, of_lambdas = _tasks.least(
-      grid["lambdas"],
-      lambda l: last(_COMPENSATED, max(grid["workers"]), rate, l))
-
-  def errors(method, workers, order):
-    return [run(method, workers, order, rate, lambda_, seed, points, "held_out")
-            for seed in range(seeds)]
-
-  sequential = errors(_SEQUENTIAL, 1, "in turn")
-  return {"rate": rate, "lambda": lambda_,
-          "validation": {"rate": of_rates, "lambda": of_lambdas},
-          "errors": {
-              order: {workers: {_SEQUENTIAL: sequential, **{
-                  method: errors(method, workers, order) for method in METHODS}}
-                      for workers in grid["workers"]}
-              for order in grid["orders"]}}
-
-
 def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
              seeds=3, quick=False):
   """The ways to treat old gradients: drop, scale, compensate them."""
@@ -417,36 +334,56 @@ def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
               "rates": (10.0, 3.0, 1.0, 0.3, 0.1, 0.03),
               "lambdas": (2.0, 0.5, 0.1), "workers": (4, 8, 16),
               "orders": _ORDERS}
-  runs = len(grid["rates"]) + len(grid["lambdas"]) + seeds * (
-      1 + len(grid["workers"]) * len(grid["orders"]) * len(METHODS))
-  with _extras.load("tqdm").tqdm(total=len(tasks) * runs) as progress:
-    found = {name: compare(name, grid, seeds, points, 12 if quick else 120,
-                           progress) for name in tasks}
+  sequential = _SEQUENTIAL, 1, "in turn"
+  compensated = "DC-ASGD-a", max(grid["workers"]), "in turn"
 
-  for name, of in found.items():
-    for order, by_workers in of["errors"].items():
+  def trainer_of(name, found):
+    simulation = Simulation(TASKS[name], 12 if quick else 120)
+
+    def train(contender, setting, *how):
+      rate, lambda_ = (found[of].best if of in found else setting
+                       for of in (sequential, compensated))
+      errors, _ = simulation.run(*contender, rate, lambda_, *how)
+      return errors
+
+    return train
+
+  found = _study.compare(
+      tasks, {sequential: grid["rates"], compensated: grid["lambdas"]} | {
+          of: () for of in itertools.product(
+              METHODS, grid["workers"], grid["orders"]) if of != compensated},
+      trainer_of, points, [_TUNING_SEED], range(seeds))
+
+  results = {}
+  for name, of_task in found.items():
+    rate, lambda_ = of_task[sequential], of_task[compensated]
+    results[name] = {
+        "rate": rate.best, "lambda": lambda_.best,
+        "validation": {"rate": dict(rate.tried), "lambda": dict(lambda_.tried)},
+        "errors": {order: {workers: {
+            _SEQUENTIAL: rate.errors, **{
+                method: of_task[method, workers, order].errors
+                for method in METHODS}} for workers in grid["workers"]}
+                   for order in grid["orders"]}}
+    for order, by_workers in results[name]["errors"].items():
       _command.print_table(
           f"{name}: {TASKS[name].label}, held out; workers {order}; rate "
-          f"{of['rate']:g}, lambda {of['lambda']:g}",
-          ["workers", *by_workers],
-          [[method, *("{} ({} - {})".format(*_command.of_seeds(errors[method]))
+          f"{rate.best:g}, lambda {lambda_.best:g}", ["workers", *by_workers],
+          [[method, *(_study.of_seeds(errors[method])
                       for errors in by_workers.values())]
            for method in _STYLES])
   _plots.draw_curves(
       os.path.join(out, "curves.png"),
       "held-out error; band: the least and the largest of the seeds",
       "gradients", [
-          _plots.Panel(f"{name}, {m} workers in turn", TASKS[name].label, {
-              method: (points, errors, _STYLES[method])
-              for method, errors in of["errors"]["in turn"][m].items()})
+          _study.panel(f"{name}, {m} workers in turn", TASKS[name].label,
+                       points, of["errors"]["in turn"][m], _STYLES)
           for m in (grid["workers"][0], grid["workers"][-1])
-          for name, of in found.items()])
-  return {"points": points, **grid, "tasks": found}
+          for name, of in results.items()])
+  return {"points": points, **grid, "tasks": results}
 
 
-def main(argv=None):
-  _command.main("staleness", __doc__, argv, session, coordinator, policies)
-
+main = _command.command("staleness", __doc__, session, coordinator, policies)
 
 if __name__ == "__main__":
   main()
