@@ -44,9 +44,11 @@ any above it.
 """
 
 import collections
+import contextlib
 import itertools
 import os
-import subprocess
+import signal
+import threading
 import time
 
 import keras
@@ -185,6 +187,27 @@ def coordinate(task, steps, limit, seed):
               else _histograms(optimizer.staleness_stats()))}
 
 
+@contextlib.contextmanager
+def _slow(pid, rest):
+  """A context in which a process is stopped for most of the time."""
+  ended = threading.Event()
+
+  def run():
+    while not ended.is_set():
+      os.kill(pid, signal.SIGSTOP)
+      ended.wait(rest)
+      os.kill(pid, signal.SIGCONT)
+      time.sleep(rest / 10)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+
+
 def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
                 rest=0.2, seed=0):
   """Workers of a coordinator in Keras, one of them slow."""
@@ -193,15 +216,12 @@ def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
                         coordinator=True, ps=2, worker=_WORKERS) as cluster:
     task = cluster.tasks["coordinator", 0]
     slow = cluster.tasks["worker", _WORKERS - 1].process.pid
-    # Stops it most of the time, as long as it is there.
-    subprocess.Popen(  # pylint: disable=consider-using-with
-        ["sh", "-c", f"while kill -STOP {slow}; do sleep {rest}; kill -CONT "
-         f"{slow}; sleep {rest / 10}; done"], stderr=subprocess.DEVNULL)
-    for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
-                     (f"limit {limit}", limit)):
-      with _command.progress(total=steps, desc=name) as progress:
-        task.tell("coordinate", steps=steps, limit=of, seed=seed)
-        runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
+    with _slow(slow, rest):
+      for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
+                       (f"limit {limit}", limit)):
+        with _command.progress(total=steps, desc=name) as progress:
+          task.tell("coordinate", steps=steps, limit=of, seed=seed)
+          runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
 
   _command.print_table(
       f"after {steps} scheduled steps",
