@@ -94,7 +94,8 @@ WAYS = tuple(_STYLES)
 # What is tuned, in as many runs for each way: the learning rate of Adam, as a
 # multiple of the task's, and how fast the center moves. That is the outer rate
 # of DiLoCo, or the moving rate of elastic averaging, of all workers.
-_SETTINGS = {way: [(2.0**i,) for i in range(-2, 6)] for way in WAYS}
+_SETTINGS: dict[str, list[tuple]] = {
+    way: [(2.0**i,) for i in range(-2, 6)] for way in WAYS}
 for _way in _DILOCO:
   _SETTINGS[_way] = [*itertools.product((1, 2, 4, 8), (0.7, 0.35))]
 # The default moving rate also divides by the period. In the 20 rounds of the
