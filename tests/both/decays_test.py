@@ -67,6 +67,9 @@ def test_half_lives():
     (lambda: wrapopt.HalfLife(fraction=0.6), ValueError,
      "at most 0.5, got 0.6"),
     (lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), num_updates=math.inf),
+     ValueError, "`num_updates` must be finite, got inf"),
+    (lambda: wrapopt.MovingAverageOptimizer(
         v1.train.GradientDescentOptimizer(1.0),
         [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.05)]),
      ValueError, "must hold different decays"),
@@ -74,6 +77,13 @@ def test_half_lives():
 def test_what_is_refused(make, error, match):
   with pytest.raises(error, match=match):
     make()
+
+
+def test_half_lives_as_keys():
+  lives = {wrapopt.HalfLife(steps=10): 1, wrapopt.HalfLife(fraction=0.1): 2}
+  assert lives[wrapopt.HalfLife(steps=10.0)] == 1
+  assert lives[wrapopt.HalfLife(fraction=0.1)] == 2
+  assert repr([*lives]) == "[HalfLife(steps=10), HalfLife(fraction=0.1)]"
 
 
 # v1. Steps that a gate drops do not count: see fuzz/fuzz_programs_test.py.

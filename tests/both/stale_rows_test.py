@@ -922,6 +922,24 @@ def test_sessions_read_what_is_up_to_date(feeds):
         _wanted([*(i % 12 for i in range(t + 1)), 0])[1], rtol=1e-12)
 
 
+def test_methods_of_variables_in_sessions(feeds):
+  with _session() as (session, w, opt, train):
+    session.run(tf1.global_variables_initializer())
+    session.run(train, feeds[0])
+    average = opt.average(w, 0.5)
+    np.testing.assert_allclose(average.eval(session), _wanted([0], 1)[1],
+                               rtol=1e-12)
+    with pytest.raises(NotImplementedError, match="only available in eager"):
+      average.numpy()
+    with pytest.raises(NotImplementedError, match="only be copied and pickled "
+                       "in eager mode"):
+      copy.copy(average)
+    new = np.full([ROWS, COLUMNS], 3.0)
+    np.testing.assert_array_equal(session.run(average.assign(new)), new)
+    np.testing.assert_array_equal(
+        session.run(average.assign_add(new)), 2 * new)
+
+
 def test_savers_of_a_list_and_of_a_dict(feeds, tmp_path):
   with _session() as (session, w, opt, train):
     average = opt.average(w, 0.5)

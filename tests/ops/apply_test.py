@@ -83,6 +83,16 @@ def test_accept(mode, accept):
       [0.5, 0.75] if accept else [1, 1])
 
 
+def test_averages_of_one_variable_have_one_dtype():
+  v, *shadows = (tf.Variable([1.0], dtype=dtype)
+                 for dtype in (tf.float16, tf.float16, tf.float32))
+  with pytest.raises(TypeError, match="The shadows of 'Variable:0' must be of "
+                     "one dtype, got float16 and float32"):
+    sgd(v, tf.ones([1], tf.float16), shadows=[[s] for s in shadows],
+        decay=[0.5, 0.9])
+  assert v.numpy() == 1
+
+
 def test_what_is_refused_by_accept_is_not_looked_at(mode):
   # Not even a gradient that is not a number.
   v = mode.variable(np.float32([1, 2]))

@@ -531,6 +531,21 @@ def test_errors_change_nothing(wrong, error, text):
     numerics.assert_same_bits(v.numpy(), was)
 
 
+def test_variables_that_are_refused():
+  shadow, value, log_decays = lazy()
+  with pytest.raises(ValueError, match="one variable for each of the 1 values, "
+                     "got 2"):
+    ops.sparse_ema_update([shadow], [value], [log_decays] * 2, [[0]], 0.5)
+  rows = np.zeros([ROWS, COLUMNS], np.float32)
+  with tf.Graph().as_default():
+    shadow, value, log_decays = (
+        tf1.Variable(x, use_resource=is_resource) for x, is_resource in (
+            (rows, True), (rows, False), (np.zeros(ROWS + 2), True)))
+    with pytest.raises(TypeError, match=r"`values\[0\]` .* must be a resource "
+                       "variable, got a ref variable"):
+      ops.sparse_ema_update([shadow], [value], [log_decays], [[0]], 0.5)
+
+
 def test_indices_of_some_values_only():
   rows = [lazy() for _ in range(2)]
   for row in rows:  # Something to catch up with.

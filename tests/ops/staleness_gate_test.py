@@ -228,6 +228,19 @@ def test_an_uninitialized_variable(mode):
 
 
 @pytest.mark.parametrize("ref", [False, True])
+def test_an_update_in_a_session(ref):
+  with tf.Graph().as_default(), tf1.Session() as session:
+    step = tf1.Variable(5, dtype=tf.int64, use_resource=not ref)
+    accept, number, ticket = ops.begin_update(step)
+    assert accept.op.type.endswith("Ref") == ref
+    done = ops.staleness_complete(ticket, step)
+    session.run(step.initializer)
+    for i in range(2):
+      assert session.run([accept, number, done]) == [True, 5 + i, None]
+      assert session.run(step) == 6 + i
+
+
+@pytest.mark.parametrize("ref", [False, True])
 def test_shape_function(ref):
   suffix = "_ref" if ref else ""
   ops_ = {name: getattr(raw, f"wrapopt_staleness_{name}{suffix}")
