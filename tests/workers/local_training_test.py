@@ -25,6 +25,9 @@ from wrapopt._local import _exchanges
 from wrapopt._local import _server
 
 
+X = tf.Variable([0.0], name="x")
+
+
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}_servers")
 def servers(request):
   """Targets of new servers in this process."""
@@ -733,9 +736,13 @@ def test_examples_are_weights():
 
   for got in run_all(lambda: worker(0), lambda: worker(1)):
     np.testing.assert_allclose(got, [2.0])  # Two examples each.
+  local = make(wrapopt.LocalSGD, [tf.Variable([0.0])], [server.target], "w0", 2,
+               sync_every=1, weight="examples", resume=True)
   with pytest.raises(ValueError, match="`examples` must be given"):
-    make(wrapopt.LocalSGD, [tf.Variable([0.0])], [server.target], "w0", 2,
-         weight="examples", resume=True).step()
+    local.step()
+  with pytest.raises(ValueError, match="`examples` must be more than 0 in a "
+                     "round, got 0"):
+    local.step(examples=0)
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["python", "graph"])
@@ -807,6 +814,46 @@ def test_checkpoints(tmp_path, servers, dtype):
         dtype=dtype, checkpoint=path)
     assert other.round == 3 and not member(other).errors
     assert member(other).read("errors")[1][0].any()
+
+
+@pytest.mark.parametrize("given, error, message", [
+    ({"variables": []}, ValueError, "`variables` must have elements, got none"),
+    ({"variables": [3.0]}, TypeError, "`variables` must be variables, got 3.0"),
+    ({"averaged": [tf.Variable(1, name="n")]}, TypeError, "`averaged` must be "
+     "of dtype float16, .* got 'n:0' of dtype int32"),
+    ({"variables": [tf.Variable([0.0], shape=[None], name="rows")]}, ValueError,
+     "`variables` must have known shapes, got 'rows:0' of shape"),
+    ({"variables": [X, X]}, ValueError, "each variable once, got one twice"),
+    ({"servers": "localhost:1"}, ValueError, "`servers` must be a list of "
+     "addresses such as 'host:port', got 'localhost:1'"),
+    ({"servers": []}, ValueError, r"a list of addresses .*, got \[\]"),
+    ({"servers": [""]}, ValueError, r"a list of addresses .*, got \[''\]"),
+    ({"worker": ""}, ValueError, "`worker` must be a name, got ''"),
+    ({"worker": 1}, ValueError, "`worker` must be a name, got 1"),
+    ({"num_workers": 0}, ValueError, "`num_workers` must be at least 1, got 0"),
+    ({"sync_every": 0}, ValueError, "`sync_every` must be at least 1, got 0"),
+    ({"min_workers": 0}, ValueError, "`min_workers` must be at least 1, got 0"),
+    ({"min_workers": 3}, ValueError, "`min_workers` must be at most 2, the "
+     "number of workers, got 3"),
+    ({"round_timeout_secs": 0}, ValueError, "`round_timeout_secs` must be"),
+    ({"grace_secs": -1}, ValueError, "`grace_secs` must be .*at least 0"),
+    ({"weight": "rows"}, ValueError, "`weight` must be one of .*, got 'rows'"),
+    ({"local_weight": 2}, ValueError, "`local_weight` must be"),
+    ({"progress": 2}, TypeError, "`progress` must be True or False"),
+    ({"only_finite": None}, TypeError, "`only_finite` must be True or False"),
+    ({"most_pushes": 0}, ValueError, "`most_pushes` must be at least 1, got 0")
+], ids=str)
+def test_arguments_that_are_refused(given, error, message):
+  given = {"variables": [X], "servers": ["localhost:1"], "worker": "a",
+           "num_workers": 2, **given}
+  with pytest.raises(error, match=message):
+    make(wrapopt.LocalSGD, **given)
+
+
+def test_a_graph_is_refused():
+  with tf.Graph().as_default(), pytest.raises(
+      RuntimeError, match="DiLoCo must be made eagerly, got a graph"):
+    make(wrapopt.DiLoCo, [X], ["localhost:1"], "a", 1)
 
 
 @pytest.mark.parametrize("dtype, of, error", [
