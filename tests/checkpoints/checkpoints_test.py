@@ -637,6 +637,37 @@ def refused(tmp_path, error, match, function, *args, **kwargs):
   assert {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize("given, match", [
+    ({"base": "x"}, "`base` must be given with `blend`, got 'x' alone"),
+    ({"blend": np.nan}, "`blend` must be a finite number, got nan"),
+    ({"blend": "0.5"}, "`blend` must be a finite number, got '0.5'"),
+    ({"blend": 0.5, "base": "two"}, "must be the path of one checkpoint, got"),
+    ({"decay_steps": 3}, "must be given with `decay`, got 3 and None"),
+    ({"decay": "linear", "weights": [1, 1]}, "must be None with `decay`"),
+    ({"copy_rest": True}, "`copy_rest` must be False but for models in folders"),
+    ({"max_shard_size": 9}, "`max_shard_size` must be None for .* files, .* 9")
+])
+def test_arguments_that_are_refused(given, match, two, tmp_path):
+  if given.get("base") == "two":
+    given = {**given, "base": two}
+  refused(tmp_path, ValueError, match, checkpoints.merge, two, tmp_path / "out",
+          **given)
+
+
+def test_files_that_are_no_checkpoints(tmp_path):
+  (tmp_path / "empty").mkdir()
+  refused(tmp_path, FileNotFoundError, "no checkpoint in the directory .*empty",
+          checkpoints.merge, tmp_path / "empty", tmp_path / "out")
+  for name, kwargs, match in (
+      ("other", {}, "must contain model.weights.h5, got"),
+      ("model.weights.h5", {"compression": zipfile.ZIP_DEFLATED},
+       "must contain an uncompressed model.weights.h5")):
+    with zipfile.ZipFile(tmp_path / "a.keras", "w", **kwargs) as archive:
+      archive.writestr(name, "x" * 99)
+    refused(tmp_path, ValueError, match, checkpoints.merge,
+            tmp_path / "a.keras", tmp_path / "b.keras")
+
+
 @pytest.mark.parametrize("values, error", [
     ({"w": np.float32([1, 2])},
      r"odd must have the variable 'b', which .*in-1 has, got 'w'\. All inputs"),
