@@ -88,8 +88,7 @@ struct StepOf {
     (access.Load(arrays.Find<Compute>(s, state), state, &raw[s]), ...);
     LoadInput(access, arrays.FindInput<Compute>(kGrad, input), input,
               &raw[kGrad]);
-    Compute k[kScalars];
-    (Read(words[c], &k[c]), ...);
+    const Compute k[kScalars] = {Read<Compute>(header, words[c])...};
     Compute x[kGrad + 1][Access::kCount];
     (Access::Unpack(raw[s], state, x[s]), ...);
     Access::Unpack(raw[kGrad], input, x[kGrad]);
@@ -126,8 +125,8 @@ struct SumOfSources {
       const Number number = static_cast<Number>(operand[1]);
       typename Access::Raw raw;
       access.Load(arrays.Find<Compute>(source, number), number, &raw);
-      Compute weight, x[Access::kCount];
-      Read(operand[0], &weight);
+      const Compute weight = Read<Compute>(header, operand[0]);
+      Compute x[Access::kCount];
       Access::Unpack(raw, number, x);
       const Compute is_first = source == 0 ? 1 : 0;
 #pragma unroll
@@ -187,17 +186,22 @@ WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
 template <class Compute, class Access>
 class Targets {
  public:
-  WRAPOPT_DEVICE Targets(int count, const Word* operands, const Arrays& arrays,
-                         const Access& access)
-      : count_(count), operands_(operands), arrays_(arrays), access_(access) {
+  WRAPOPT_DEVICE Targets(const Header& header, const Word* operands,
+                         const Arrays& arrays, const Access& access)
+      : header_(header),
+        count_(header.targets),
+        operands_(operands),
+        arrays_(arrays),
+        access_(access) {
     Fetch(0);
   }
 
   WRAPOPT_DEVICE void Move(const Compute (&value)[Access::kCount]) {
     for (int target = 0; target < count_; ++target) {
       const Number number = NumberOf(target);
-      Compute rate, x[Access::kCount];
-      Read(operands_[target * kWordsPerOperand], &rate);
+      const Compute rate =
+          Read<Compute>(header_, operands_[target * kWordsPerOperand]);
+      Compute x[Access::kCount];
       Access::Unpack(fetched_, number, x);
       Fetch(target + 1);
 #pragma unroll
@@ -222,6 +226,7 @@ class Targets {
     return static_cast<Number>(operands_[target * kWordsPerOperand + 1]);
   }
 
+  const Header& header_;
   const int count_;
   const Word* const operands_;
   const Arrays arrays_;
@@ -246,8 +251,7 @@ WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
     }
   }
   if constexpr (Value::kIsStep) {
-    Targets<Compute, Access> targets(header.targets, operands, of_targets,
-                                     access);
+    Targets<Compute, Access> targets(header, operands, of_targets, access);
     Compute value[Access::kCount];
     Value::Run(header, table.words, arrays, access, value);
     targets.Move(value);
@@ -260,9 +264,13 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
   const bool is_lazy = Value::kMayBeLazy && header.is_lazy;
   const size_t count =
       Value::kArrays + header.sources + header.targets * (is_lazy ? 3 : 1);
-  const Word* const bases =
+  const Word* const after_numbers =
       table.words + Value::kScalars +
       (header.sources + header.targets) * kWordsPerOperand;
+  if (header.is_indirect && !*reinterpret_cast<const bool*>(*after_numbers)) {
+    return;
+  }
+  const Word* const bases = after_numbers + header.is_indirect;
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
   const size_t stride = 1 + count + is_lazy;

@@ -223,9 +223,44 @@ struct Arrays {
   std::vector<OnDevice> got;
 };
 
+// Where the numbers of an update are: in the launch's table, or in device
+// memory, beside whether the step is accepted.
+enum class NumbersAre { kInTable, kAccepted, kRefused };
+
+constexpr NumbersAre kAllNumbersAre[] = {
+    NumbersAre::kInTable, NumbersAre::kAccepted, NumbersAre::kRefused};
+
+// Moves an update's numbers to device memory, if they are to be there.
+class NumbersOnDevice {
+ public:
+  NumbersOnDevice(NumbersAre are, Update* update) {
+    if (are == NumbersAre::kInTable) return;
+    std::vector<double> numbers;
+    const auto take = [&numbers](double* number) {
+      numbers.push_back(*number);
+      *number = -1;  // Nobody may read it.
+    };
+    for (double& scalar : update->scalars) take(&scalar);
+    for (Update::Operand& source : update->sources) take(&source.scalar);
+    for (Update::Operand& target : update->targets) take(&target.scalar);
+    const Array accept(sizeof(bool));
+    *accept.as<bool>() = are == NumbersAre::kAccepted;
+    const Array array(numbers.size() * sizeof(double));
+    std::memcpy(array.data(), numbers.data(), array.bytes());
+    accept_ = std::make_unique<OnDevice>(accept);
+    numbers_ = std::make_unique<OnDevice>(array);
+    update->accept = accept_->address();
+    update->numbers = numbers_->address();
+  }
+
+ private:
+  std::unique_ptr<OnDevice> accept_, numbers_;
+};
+
 // Takes the step of a rule, of which an average is kept.
 void Step(const RuleInfo& rule, Number state, Number input, int chunk_log2,
-          const std::vector<size_t>& sizes, Random* random) {
+          const std::vector<size_t>& sizes, Random* random,
+          NumbersAre are = NumbersAre::kInTable) {
   Update update;
   update.rule = rule.id;
   update.state = state;
@@ -242,8 +277,10 @@ void Step(const RuleInfo& rule, Number state, Number input, int chunk_log2,
   for (const size_t size : sizes) {
     arrays.Add(&update, size, numbers, random, size % 3);
   }
-  ASSERT_EQ(Enqueue(update, nullptr), "");
-  for (size_t v = 0; v < sizes.size(); ++v) {
+  Update on_device = update;
+  const NumbersOnDevice numbers_on_device(are, &on_device);
+  ASSERT_EQ(Enqueue(on_device, nullptr), "");
+  for (size_t v = 0; are != NumbersAre::kRefused && v < sizes.size(); ++v) {
     const Array* const all = &arrays.want[v * numbers.size()];
     std::vector<void*> operands;
     for (size_t a = 0; a + 1 < numbers.size(); ++a) {
@@ -263,8 +300,10 @@ TEST_P(Launches, TakeTheStepOfEachRule) {
   for (const RuleInfo& rule : kRules) {
     if (rule.inputs != "grad") continue;
     for (const auto& [state, input] : kPairs) {
-      Step(rule, state, input, 0, {1, 0, 7, 2049, 16}, &random);
-      Step(rule, state, input, 3, {0, 8, 100, 15}, &random);
+      for (const NumbersAre are : kAllNumbersAre) {
+        Step(rule, state, input, 0, {1, 0, 7, 2049, 16}, &random, are);
+        Step(rule, state, input, 3, {0, 8, 100, 15}, &random, are);
+      }
     }
   }
 }
@@ -275,12 +314,14 @@ TEST_P(Launches, AreSeveral) {
   const RuleInfo& rule = Info(RuleId::kMomentum);
   std::vector<size_t> sizes(2500, 3);
   sizes[7] = 0;
-  Step(rule, Number::kFloat, Number::kFloat, 0, sizes, &random);
+  for (const NumbersAre are : kAllNumbersAre) {
+    Step(rule, Number::kFloat, Number::kFloat, 0, sizes, &random, are);
+  }
   Step(rule, Number::kFloat, Number::kHalf, 3,
        {8 * kMaxChunks - 16, 8, 100, 1}, &random);
 }
 
-TEST_P(Launches, AverageSources) {
+void AverageSources(NumbersAre are) {
   Random random(23);
   const Number number = Number::kFloat;
   Update update;
@@ -292,8 +333,10 @@ TEST_P(Launches, AverageSources) {
     arrays.Add(&update, size, {number, Number::kBfloat16, number, number},
                &random, 0);
   }
-  ASSERT_EQ(Enqueue(update, nullptr), "");
-  for (size_t v = 0; v < sizes.size(); ++v) {
+  Update on_device = update;
+  const NumbersOnDevice numbers(are, &on_device);
+  ASSERT_EQ(Enqueue(on_device, nullptr), "");
+  for (size_t v = 0; are != NumbersAre::kRefused && v < sizes.size(); ++v) {
     const Array* const all = &arrays.want[4 * v];
     const Array sum(sizes[v] * SizeOf(number));
     for (int source = 0; source < 2; ++source) {
@@ -310,6 +353,44 @@ TEST_P(Launches, AverageSources) {
     }
   }
   arrays.Check();
+}
+
+TEST_P(Launches, AverageSources) {
+  for (const NumbersAre are : kAllNumbersAre) AverageSources(are);
+}
+
+// A launch of kernels that are loaded may be captured: here, loading one is an
+// error.
+TEST_P(Launches, LoadNothingThatIsLoaded) {
+  // A context of its own, without the kernels that other tests have loaded.
+  FakeGpu::Get().UseContext(strdup(GetParam()));
+  Random random(27);
+  for (const bool is_rule : {true, false}) {
+    for (const size_t variables : {1, 2000}) {  // A small and a large table.
+      Update update;
+      Arrays arrays;
+      if (is_rule) {
+        update.rule = RuleId::kGradientDescent;
+        update.scalars = {0.5};
+      } else {
+        update.sources = {{1, Number::kFloat}};
+        update.targets = {{0.5, Number::kFloat}};
+      }
+      for (size_t v = 0; v < variables; ++v) {
+        arrays.Add(&update, 1, {Number::kFloat, Number::kFloat}, &random, 0);
+      }
+      if (variables == 1) {
+        ASSERT_EQ(Load(update), "");
+      }
+      void* graph = nullptr;
+      FakeGpu::Get().Call("cuStreamBeginCapture_v2",
+                          static_cast<void*>(nullptr), 0);
+      EXPECT_EQ(Enqueue(update, nullptr), "");
+      FakeGpu::Get().Call("cuStreamEndCapture", static_cast<void*>(nullptr),
+                          &graph);
+      FakeGpu::Get().Call("cuGraphDestroy", graph);
+    }
+  }
 }
 
 TEST_P(Launches, CatchUpRows) {
@@ -412,10 +493,21 @@ TEST_P(Launches, SayWhatIsWrong) {
   update.arrays = 2;
   update.addresses = {4096, 8192};
   EXPECT_EQ(Enqueue(update, nullptr).substr(0, 14), "cuLaunchKernel");
+  // So are the addresses of numbers.
+  const OnDevice arrays(Array(64));
+  update.addresses = {arrays.address(), arrays.address() + 32};
+  EXPECT_EQ(Enqueue(update, nullptr), "");
+  update.accept = arrays.address();
+  update.numbers = 4096;
+  EXPECT_EQ(Enqueue(update, nullptr).substr(0, 14), "cuLaunchKernel");
+  update.accept = 4096;
+  update.numbers = arrays.address();
+  EXPECT_EQ(Enqueue(update, nullptr).substr(0, 14), "cuLaunchKernel");
   update.elements = {0};
   EXPECT_EQ(Enqueue(update, nullptr), "");
   FakeGpu::Get().Call("cuCtxSetCurrent", static_cast<void*>(nullptr));
   EXPECT_EQ(Enqueue(update, nullptr), "no CUDA context is current");
+  EXPECT_EQ(Load(update), "no CUDA context is current");
 }
 
 }  // namespace

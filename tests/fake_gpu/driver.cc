@@ -194,8 +194,8 @@ std::string RuleOf(const std::string& kernel) {
   return kernel.substr(begin, kernel.rfind('_') - begin);
 }
 
-bool Move(Word* address) {
-  char* const host = Memory::Get().Host(*address, 1);
+bool Move(Word* address, size_t size = 1) {
+  char* const host = Memory::Get().Host(*address, size);
   *address = reinterpret_cast<Word>(host);
   return host != nullptr;
 }
@@ -216,10 +216,18 @@ int MoveAddresses(const std::string& kernel, Table* table) {
     sizes.resize(sizes.size() + CountNames(info.inputs),
                  SizeOf(static_cast<Number>(header.input)));
   }
-  Word* word = table->words + scalars;
+  const auto move_number = [&header](Word* word) {
+    return !header.is_indirect || Move(word, sizeof(double));
+  };
+  Word* word = table->words;
+  for (size_t c = 0; c < scalars; ++c, ++word) {
+    if (!move_number(word)) return kIllegalAddress;
+  }
   for (size_t m = 0; m < operands; ++m, word += gpu::kWordsPerOperand) {
+    if (!move_number(word)) return kIllegalAddress;
     sizes.push_back(SizeOf(static_cast<Number>(word[1])));
   }
+  if (header.is_indirect && !Move(word++)) return kIllegalAddress;
   const size_t numbers = sizes.size();
   if (header.is_lazy) {
     sizes.resize(numbers + 2 * header.targets, sizeof(double));
