@@ -227,15 +227,10 @@ struct Arrays {
   }
 };
 
-// A scalar, weight or rate.
-template <class Compute>
-WRAPOPT_DEVICE Compute Read(const Header& header, Word word) {
-  if (header.is_indirect) {
-    return static_cast<Compute>(*reinterpret_cast<const double*>(word));
-  }
-  if constexpr (sizeof(Compute) == 8) return BitCast<double>(word);
-  return BitCast<float>(static_cast<uint32_t>(word));
+WRAPOPT_DEVICE void Read(Word word, float* x) {
+  *x = BitCast<float>(static_cast<uint32_t>(word));
 }
+WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
 
 }  // namespace
 }  // namespace gpu

@@ -2,9 +2,9 @@
 // variables, and the averages of its result.
 //
 // NVRTC compiles this for each GPU, once for each Kind in cc/gpu/images.h: with
-// small tables, and with large ones (WRAPOPT_LARGE). For another compiler,
-// define these four macros, and threadIdx, blockIdx and gridDim, before the
-// include.
+// small tables, with large ones (WRAPOPT_LARGE), and for programs of XLA
+// (WRAPOPT_PROGRAM). For another compiler, define these four macros, and
+// threadIdx, blockIdx and gridDim, before the include.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -27,7 +27,9 @@
 #endif
 #endif
 
-#if defined(WRAPOPT_LARGE)
+#if defined(WRAPOPT_PROGRAM)
+#define WRAPOPT_KERNEL_NAME(name, type) wrapopt_program_##name##_##type
+#elif defined(WRAPOPT_LARGE)
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_large_##name##_##type
 #else
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_small_##name##_##type
@@ -40,7 +42,7 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-#if defined(WRAPOPT_LARGE)
+#if defined(WRAPOPT_LARGE) || defined(WRAPOPT_PROGRAM)
 using TheTable = LargeTable;
 using TheSumTable = LargeSumTable;
 using TheMarkTable = LargeMarkTable;
@@ -50,6 +52,26 @@ using TheSumTable = SmallSumTable;
 using TheMarkTable = SmallMarkTable;
 #endif
 
+// Whether programs of XLA launch these kernels. Known to the compiler: a bit in
+// the table would cost the kernels of the other kinds registers.
+constexpr bool IsProgram() {
+#if defined(WRAPOPT_PROGRAM)
+  return true;
+#else
+  return false;
+#endif
+}
+
+// Reads a scalar, weight or rate.
+template <class Compute>
+WRAPOPT_DEVICE void ReadNumber(Word word, Compute* x) {
+  if constexpr (IsProgram()) {
+    *x = static_cast<Compute>(*reinterpret_cast<const double*>(word));
+  } else {
+    Read(word, x);
+  }
+}
+
 // The value that a rule's step leaves in state 0.
 template <class Rule, RuleId kRule>
 struct StepOf {
@@ -58,7 +80,7 @@ struct StepOf {
   static constexpr size_t kGrad = kStates;
   static constexpr size_t kArrays = kGrad + 1;
   // If a step changes all rows, no target is lazy.
-  static constexpr bool kMayBeLazy = MayUpdateRows(kRule);
+  static constexpr bool kMayBeLazy = MayUpdateRows(kRule) && !IsProgram();
   static constexpr bool kIsStep = true;
 
   // How array 0 is stored, which has the value of before the step.
@@ -88,7 +110,8 @@ struct StepOf {
     (access.Load(arrays.Find<Compute>(s, state), state, &raw[s]), ...);
     LoadInput(access, arrays.FindInput<Compute>(kGrad, input), input,
               &raw[kGrad]);
-    const Compute k[kScalars] = {Read<Compute>(header, words[c])...};
+    Compute k[kScalars];
+    (ReadNumber(words[c], &k[c]), ...);
     Compute x[kGrad + 1][Access::kCount];
     (Access::Unpack(raw[s], state, x[s]), ...);
     Access::Unpack(raw[kGrad], input, x[kGrad]);
@@ -107,7 +130,7 @@ struct StepOf {
 struct SumOfSources {
   static constexpr size_t kArrays = 0;
   static constexpr size_t kScalars = 0;
-  static constexpr bool kMayBeLazy = true;
+  static constexpr bool kMayBeLazy = !IsProgram();
   static constexpr bool kIsStep = true;
 
   WRAPOPT_DEVICE static Number ValueNumber(const Header&, const Word* words) {
@@ -125,8 +148,8 @@ struct SumOfSources {
       const Number number = static_cast<Number>(operand[1]);
       typename Access::Raw raw;
       access.Load(arrays.Find<Compute>(source, number), number, &raw);
-      const Compute weight = Read<Compute>(header, operand[0]);
-      Compute x[Access::kCount];
+      Compute weight, x[Access::kCount];
+      ReadNumber(operand[0], &weight);
       Access::Unpack(raw, number, x);
       const Compute is_first = source == 0 ? 1 : 0;
 #pragma unroll
@@ -186,22 +209,17 @@ WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
 template <class Compute, class Access>
 class Targets {
  public:
-  WRAPOPT_DEVICE Targets(const Header& header, const Word* operands,
-                         const Arrays& arrays, const Access& access)
-      : header_(header),
-        count_(header.targets),
-        operands_(operands),
-        arrays_(arrays),
-        access_(access) {
+  WRAPOPT_DEVICE Targets(int count, const Word* operands, const Arrays& arrays,
+                         const Access& access)
+      : count_(count), operands_(operands), arrays_(arrays), access_(access) {
     Fetch(0);
   }
 
   WRAPOPT_DEVICE void Move(const Compute (&value)[Access::kCount]) {
     for (int target = 0; target < count_; ++target) {
       const Number number = NumberOf(target);
-      const Compute rate =
-          Read<Compute>(header_, operands_[target * kWordsPerOperand]);
-      Compute x[Access::kCount];
+      Compute rate, x[Access::kCount];
+      ReadNumber(operands_[target * kWordsPerOperand], &rate);
       Access::Unpack(fetched_, number, x);
       Fetch(target + 1);
 #pragma unroll
@@ -226,7 +244,6 @@ class Targets {
     return static_cast<Number>(operands_[target * kWordsPerOperand + 1]);
   }
 
-  const Header& header_;
   const int count_;
   const Word* const operands_;
   const Arrays arrays_;
@@ -251,7 +268,8 @@ WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
     }
   }
   if constexpr (Value::kIsStep) {
-    Targets<Compute, Access> targets(header, operands, of_targets, access);
+    Targets<Compute, Access> targets(header.targets, operands, of_targets,
+                                     access);
     Compute value[Access::kCount];
     Value::Run(header, table.words, arrays, access, value);
     targets.Move(value);
@@ -267,10 +285,11 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
   const Word* const after_numbers =
       table.words + Value::kScalars +
       (header.sources + header.targets) * kWordsPerOperand;
-  if (header.is_indirect && !*reinterpret_cast<const bool*>(*after_numbers)) {
-    return;
+  if constexpr (IsProgram()) {
+    const bool accept = *reinterpret_cast<const bool*>(*after_numbers);
+    if (!accept) return;
   }
-  const Word* const bases = after_numbers + header.is_indirect;
+  const Word* const bases = after_numbers + IsProgram();
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
   const size_t stride = 1 + count + is_lazy;
@@ -389,6 +408,8 @@ WRAPOPT_UPDATES(WRAPOPT_RULE_KERNELS)
 
 WRAPOPT_KERNELS_OF(Average, wrapopt::gpu::SumOfSources)
 
+// No program launches the others.
+#if !defined(WRAPOPT_PROGRAM)
 WRAPOPT_KERNELS_OF(CatchUp, wrapopt::gpu::NoStep)
 
 WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Sum, float)(
@@ -404,3 +425,4 @@ WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Mark, double)(
     WRAPOPT_TABLE(wrapopt::gpu::TheMarkTable) table)) {
   wrapopt::gpu::MarkRows(table);
 }
+#endif

@@ -128,8 +128,8 @@ class Launches {
     }
     while (left_ > 0) {
       const Kind kind = ChooseKind();
-      const std::string error = kind == Kind::kLarge ? RunOne<LargeTable>(kind)
-                                                     : RunOne<SmallTable>(kind);
+      const std::string error = kind == Kind::kSmall ? RunOne<SmallTable>(kind)
+                                                     : RunOne<LargeTable>(kind);
       if (!error.empty()) return error;
     }
     return "";
@@ -137,6 +137,7 @@ class Launches {
 
  private:
   Kind ChooseKind() const {
+    if (update_.accept != 0) return Kind::kProgram;
     // Launches with small tables cost less.
     const bool fits_small = left_ <= MostVariables<SmallTable>();
     return loaded_.Has(Kind::kLarge) &&
@@ -277,8 +278,7 @@ class Launches {
                     static_cast<uint8_t>(update_.state),
                     static_cast<uint8_t>(update_.input),
                     is_dense,
-                    is_lazy(),
-                    update_.accept != 0};
+                    is_lazy()};
     Function function;
     const std::string error =
         loaded_.Find(KernelOf(update_), update_.is_double, kind, &function);
@@ -398,16 +398,13 @@ std::string Enqueue(const Update& update, Stream stream) {
   return Launches(update, loaded, stream).Run();
 }
 
-std::string Load(const Update& update) {
+std::string LoadForProgram(const Update& update) {
   LoadedKernels* loaded;
-  std::string error = LoadedKernels::Current(&loaded);
-  for (const Kind kind : kKinds) {
-    Function function;
-    if (error.empty() && loaded->Has(kind)) {
-      error = loaded->Find(KernelOf(update), update.is_double, kind, &function);
-    }
-  }
-  return error;
+  const std::string error = LoadedKernels::Current(&loaded);
+  if (!error.empty()) return error;
+  Function function;
+  return loaded->Find(KernelOf(update), update.is_double, Kind::kProgram,
+                      &function);
 }
 
 std::string Enqueue(const RowSum& sum, Stream stream) {

@@ -2,8 +2,8 @@
 // arguments are a stream and device addresses.
 //
 // A launch does not wait, allocate or copy, so a CUDA graph can capture it. But
-// the first launch of a kernel loads it, if Load has not. The stream's context
-// must be the current one.
+// the first launch of a kernel loads it, if LoadForProgram has not. The context
+// of the stream must be the current one.
 #ifndef WRAPOPT_CC_GPU_LAUNCHER_H_
 #define WRAPOPT_CC_GPU_LAUNCHER_H_
 
@@ -41,7 +41,8 @@ struct Update {
   bool is_double = false;
   // If `accept` is not 0, it is the address of a bool: the step is taken if it
   // is true when the launch runs. Then `numbers` is the address of doubles,
-  // which take the place of the scalars, weights and rates, in that order.
+  // which take the place of the scalars, weights and rates, in that order. A
+  // program of XLA has such updates. Their targets are not lazy.
   Address accept = 0;
   Address numbers = 0;
   // The log2 of a block's elements, 3 to 15; 0 lets the launcher choose.
@@ -65,9 +66,9 @@ constexpr uint64_t kMaxRowElements = 1 << 16;
 // may be one array. Returns an error's text, empty if there is none.
 std::string Enqueue(const Update& update, Stream stream);
 
-// Loads the kernels of such updates into the current context. Then Enqueue
-// loads nothing.
-std::string Load(const Update& update);
+// Loads the kernel of such updates with an `accept` into the current context.
+// Then Enqueue loads nothing.
+std::string LoadForProgram(const Update& update);
 
 // Sums the gradients of rows that have several.
 struct RowSum {

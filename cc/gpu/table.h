@@ -55,22 +55,21 @@ struct Header {
   // each of its accesses is 512 bytes without gaps.
   uint8_t is_dense : 1;
   uint8_t is_lazy : 1;  // Whether the targets are.
-  // Whether the table has addresses of numbers, which the host does not know.
-  uint8_t is_indirect : 1;
 };
 
 // The words of a table:
 //
 //   the scalars of the rule;
 //   for each source and target: its weight or rate, and its Number;
-//   if it is indirect, the address of a bool: false leaves all as it is;
+//   for a program of XLA, the address of a bool: false leaves all as it is;
 //   for each array: its base, the lowest address of the variables' arrays;
-//
-// The scalars, weights and rates are numbers, or addresses of doubles.
 //
 // Then, in 4 bytes each, for each variable: its place; for each of its arrays,
 // the number of elements between the base and the array; and if the targets are
 // lazy, the elements of a row, or 0 if the variable is one row.
+//
+// The host does not know the numbers of a program of XLA: in the place of its
+// scalars, weights and rates are addresses of doubles.
 template <class AnyHeader, size_t kBytes>
 struct Table {
   static constexpr size_t kWords = (kBytes - sizeof(AnyHeader)) / sizeof(Word);

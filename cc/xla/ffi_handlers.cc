@@ -467,7 +467,7 @@ ffi::Error RunOnGpu(gpu::Stream stream, ffi::RemainingArgs args,
   if (status.ok()) {
     const std::string error = stage == ffi::ExecutionStage::kExecute
                                   ? gpu::Enqueue(update, stream)
-                                  : gpu::Load(update);
+                                  : gpu::LoadForProgram(update);
     if (!error.empty()) {
       status = absl::InternalError(absl::StrCat(
           kGpuUpdateCall, " could not run on the GPU: ", error));

@@ -23,9 +23,12 @@
 #define NAMES(name) \
   "wrapopt_small_" name "_float wrapopt_small_" name "_double " \
   "wrapopt_large_" name "_float wrapopt_large_" name "_double "
-#define NAMES_OF_RULE(name, states, inputs, scalars, sparse) NAMES(#name)
+#define NAMES_OF_STEP(name) \
+  NAMES(name) "wrapopt_program_" name "_float wrapopt_program_" name "_double "
+#define NAMES_OF_RULE(name, states, inputs, scalars, sparse) \
+  NAMES_OF_STEP(#name)
 constexpr char kNames[] =
-    NAMES("Average") NAMES("CatchUp") NAMES("Sum") NAMES("Mark")
+    NAMES_OF_STEP("Average") NAMES("CatchUp") NAMES("Sum") NAMES("Mark")
         WRAPOPT_UPDATES(NAMES_OF_RULE);
 
 namespace wrapopt {
@@ -58,6 +61,7 @@ const std::vector<Image>& Images() {
     return new std::vector<Image>{
         image(true, 60, Kind::kSmall),       image(true, 70, Kind::kLarge),
         image(false, 80, Kind::kLarge),      image(false, 86, Kind::kLarge),
+        image(true, 70, Kind::kProgram),
     };
   }();
   return *images;
@@ -184,12 +188,26 @@ TEST(Images, AreChosenForTheGpu) {
   EXPECT_EQ(name(80, 12010, Kind::kLarge), "sm_80 large");
   EXPECT_EQ(name(89, 12010, Kind::kLarge), "sm_86 large");
   EXPECT_EQ(name(90, 12010, Kind::kLarge), "compute_70 large");
+  EXPECT_EQ(name(70, 12000, Kind::kProgram), "none");
+  EXPECT_EQ(name(70, 12010, Kind::kProgram), "compute_70 program");
 }
+
+// Where the numbers of an update are: in the launch's table, or in device
+// memory, beside whether the step is accepted.
+enum class NumbersAre { kInTable, kAccepted, kRefused };
 
 // Its compute capability: 6.0 has only small tables.
 class Launches : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override { FakeGpu::Get().UseContext(GetParam()); }
+
+  static bool HasLargeTables() { return GetParam() != std::string("60"); }
+
+  // A program's tables are large.
+  static std::vector<NumbersAre> AllNumbersAre() {
+    if (!HasLargeTables()) return {NumbersAre::kInTable};
+    return {NumbersAre::kInTable, NumbersAre::kAccepted, NumbersAre::kRefused};
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Gpus, Launches, testing::Values("60", "90"),
@@ -222,13 +240,6 @@ struct Arrays {
   std::vector<Array> want;
   std::vector<OnDevice> got;
 };
-
-// Where the numbers of an update are: in the launch's table, or in device
-// memory, beside whether the step is accepted.
-enum class NumbersAre { kInTable, kAccepted, kRefused };
-
-constexpr NumbersAre kAllNumbersAre[] = {
-    NumbersAre::kInTable, NumbersAre::kAccepted, NumbersAre::kRefused};
 
 // Moves an update's numbers to device memory, if they are to be there.
 class NumbersOnDevice {
@@ -300,7 +311,7 @@ TEST_P(Launches, TakeTheStepOfEachRule) {
   for (const RuleInfo& rule : kRules) {
     if (rule.inputs != "grad") continue;
     for (const auto& [state, input] : kPairs) {
-      for (const NumbersAre are : kAllNumbersAre) {
+      for (const NumbersAre are : AllNumbersAre()) {
         Step(rule, state, input, 0, {1, 0, 7, 2049, 16}, &random, are);
         Step(rule, state, input, 3, {0, 8, 100, 15}, &random, are);
       }
@@ -314,7 +325,7 @@ TEST_P(Launches, AreSeveral) {
   const RuleInfo& rule = Info(RuleId::kMomentum);
   std::vector<size_t> sizes(2500, 3);
   sizes[7] = 0;
-  for (const NumbersAre are : kAllNumbersAre) {
+  for (const NumbersAre are : AllNumbersAre()) {
     Step(rule, Number::kFloat, Number::kFloat, 0, sizes, &random, are);
   }
   Step(rule, Number::kFloat, Number::kHalf, 3,
@@ -356,17 +367,17 @@ void AverageSources(NumbersAre are) {
 }
 
 TEST_P(Launches, AverageSources) {
-  for (const NumbersAre are : kAllNumbersAre) AverageSources(are);
+  for (const NumbersAre are : AllNumbersAre()) AverageSources(are);
 }
 
-// A launch of kernels that are loaded may be captured: here, loading one is an
-// error.
+// A program's launches may be captured: here, loading a kernel is an error.
 TEST_P(Launches, LoadNothingThatIsLoaded) {
+  if (!HasLargeTables()) return;
   // A context of its own, without the kernels that other tests have loaded.
   FakeGpu::Get().UseContext(strdup(GetParam()));
   Random random(27);
   for (const bool is_rule : {true, false}) {
-    for (const size_t variables : {1, 2000}) {  // A small and a large table.
+    for (const size_t variables : {1, 3000}) {  // One launch, and two.
       Update update;
       Arrays arrays;
       if (is_rule) {
@@ -379,8 +390,9 @@ TEST_P(Launches, LoadNothingThatIsLoaded) {
       for (size_t v = 0; v < variables; ++v) {
         arrays.Add(&update, 1, {Number::kFloat, Number::kFloat}, &random, 0);
       }
+      const NumbersOnDevice numbers(NumbersAre::kAccepted, &update);
       if (variables == 1) {
-        ASSERT_EQ(Load(update), "");
+        ASSERT_EQ(LoadForProgram(update), "");
       }
       void* graph = nullptr;
       FakeGpu::Get().Call("cuStreamBeginCapture_v2",
@@ -499,15 +511,21 @@ TEST_P(Launches, SayWhatIsWrong) {
   EXPECT_EQ(Enqueue(update, nullptr), "");
   update.accept = arrays.address();
   update.numbers = 4096;
-  EXPECT_EQ(Enqueue(update, nullptr).substr(0, 14), "cuLaunchKernel");
+  const std::string missing =
+      "there are no kernels for XLA programs on fake GPU (compute capability "
+      "6.0, driver for CUDA 12.8): they need compute capability 7.0 and a "
+      "driver for CUDA 12.1. Set WRAPOPT_XLA_ON_GPU=hlo";
+  EXPECT_EQ(LoadForProgram(update), HasLargeTables() ? "" : missing);
+  const std::string refused = HasLargeTables() ? "cuLaunchKernel" : missing;
+  EXPECT_EQ(Enqueue(update, nullptr).substr(0, refused.size()), refused);
   update.accept = 4096;
   update.numbers = arrays.address();
-  EXPECT_EQ(Enqueue(update, nullptr).substr(0, 14), "cuLaunchKernel");
+  EXPECT_EQ(Enqueue(update, nullptr).substr(0, refused.size()), refused);
   update.elements = {0};
   EXPECT_EQ(Enqueue(update, nullptr), "");
   FakeGpu::Get().Call("cuCtxSetCurrent", static_cast<void*>(nullptr));
   EXPECT_EQ(Enqueue(update, nullptr), "no CUDA context is current");
-  EXPECT_EQ(Load(update), "no CUDA context is current");
+  EXPECT_EQ(LoadForProgram(update), "no CUDA context is current");
 }
 
 }  // namespace

@@ -160,8 +160,8 @@ def test_averages_have_the_bits_of_the_cpu(gpu, dtypes):
 
 
 def test_a_step_without_averages_and_one_of_many_variables(gpu):
-  ones = [np.ones(2, np.float32)] * 3000  # Several launches.
-  for count in 1, 3000:  # Of small and of large tables.
+  ones = [np.ones(2, np.float32)] * 3000
+  for count in 1, 3000:  # One launch, and two.
     gpu.use_new_context()
     got = Update(gpu, "GradientDescent", [0.25], ones[:count],
                  ones[:count]).take(True)
