@@ -4,6 +4,7 @@ The devices are not needed: the tests inspect the input program of XLA's
 compiler for the device.
 """
 
+import os
 import re
 
 import pytest
@@ -12,6 +13,7 @@ import _xla_lower
 from tensorflow.core.framework import function_pb2
 from tensorflow.python.ops import handle_data_util
 
+from processes import run_python
 import wrapopt
 from wrapopt import _loader
 from wrapopt import _native
@@ -311,7 +313,7 @@ def test_ema_update_as_a_call_on_a_gpu(dtype, calls_on_gpu):
 
 def test_what_a_call_on_a_gpu_leaves_to_xla(calls_on_gpu):
   large = 2**22 + 1
-  values = [tf.Variable(tf.ones((n,))) for n in (large, 3, large, 4)]
+  values = [tf.Variable(tf.ones((n,))) for n in (large, 3, large, large - 1)]
   shadows = [tf.Variable(tf.ones(v.shape)) for v in values]
   rate = tf.constant(0.5)
 
@@ -325,7 +327,7 @@ def test_what_a_call_on_a_gpu_leaves_to_xla(calls_on_gpu):
     hlo = lower(function, "XLA_GPU_JIT", rate)
     call, = [rest for _, opcode, rest in instructions(hlo)
              if opcode == "custom-call"]
-    # The variables of 3 and 4 numbers.
+    # The variables of 3 and of 2**22 numbers.
     aliases = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", call)[1]
     assert aliases.count("(") == written
     assert hlo.split("\n", 1)[0].count("may-alias") == 2 * written
@@ -346,6 +348,25 @@ def test_what_a_call_on_a_gpu_leaves_to_xla(calls_on_gpu):
     hlo = lower(function, "XLA_GPU_JIT", rate)
     assert f'op_type="{op}"' in hlo
     assert "custom-call" not in hlo
+
+
+ON_AMD = """
+import tensorflow as tf
+import xla_lowering_test as test
+
+assert tf.test.is_built_with_rocm()
+value, shadow = test.variables(tf.float32, 1), test.variables(tf.float32, 1)
+print(test.lower(lambda: test.ops.ema_update(shadow, value, 0.5),
+                 "XLA_GPU_JIT"))
+"""
+
+
+def test_a_tensorflow_for_amds_gpus_calls_nothing():
+  process = run_python(
+      "-c", ON_AMD, pythonpath=[os.path.dirname(__file__)],
+      LD_PRELOAD="tests/cc/built_with_rocm.so", WRAPOPT_XLA_ON_GPU="call")
+  assert process.returncode == 0, process.stderr
+  check(process.stdout, "Wrapopt>EmaUpdate", 1, "XLA_GPU_JIT")
 
 
 def test_the_choice_on_a_gpu_is_checked(monkeypatch):
