@@ -115,7 +115,7 @@ def main():
   command.add_argument("--nvrtc", required=True, help="its version")
   command.add_argument("--architecture", required=True)
   command.add_argument("--kind", required=True,
-                       choices=["small", "large"])
+                       choices=["small", "large", "program"])
   command.add_argument("--include", action="append", default=[])
   command.add_argument("--out", required=True)
   command.add_argument("source")

@@ -142,7 +142,7 @@ def _pytest_test(
         **kwargs
     )
 
-def gpu_pytest_test(name, src, data = [], args = [], **kwargs):
+def gpu_pytest_test(name, src, data = [], args = [], tags = [], **kwargs):
     """The tests of a file with variables on a GPU, or on a fake one."""
     pytest_test(
         name = name,
@@ -153,6 +153,6 @@ def gpu_pytest_test(name, src, data = [], args = [], **kwargs):
             "//tests/fake_gpu",
             "//tools:pytest_main.py",
         ],
-        tags = NEEDS_CUDA_WHEEL,
+        tags = NEEDS_CUDA_WHEEL + tags,
         **kwargs
     )

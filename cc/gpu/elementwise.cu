@@ -2,9 +2,9 @@
 // variables, and the averages of its result.
 //
 // NVRTC compiles this for each GPU, once for each Kind in cc/gpu/images.h: with
-// small tables, and with large ones (WRAPOPT_LARGE). For another compiler,
-// define these four macros, and threadIdx, blockIdx and gridDim, before the
-// include.
+// small tables, with large ones (WRAPOPT_LARGE), and for programs of XLA
+// (WRAPOPT_PROGRAM). For another compiler, define these four macros, and
+// threadIdx, blockIdx and gridDim, before the include.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -27,7 +27,9 @@
 #endif
 #endif
 
-#if defined(WRAPOPT_LARGE)
+#if defined(WRAPOPT_PROGRAM)
+#define WRAPOPT_KERNEL_NAME(name, type) wrapopt_program_##name##_##type
+#elif defined(WRAPOPT_LARGE)
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_large_##name##_##type
 #else
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_small_##name##_##type
@@ -40,7 +42,7 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-#if defined(WRAPOPT_LARGE)
+#if defined(WRAPOPT_LARGE) || defined(WRAPOPT_PROGRAM)
 using TheTable = LargeTable;
 using TheSumTable = LargeSumTable;
 using TheMarkTable = LargeMarkTable;
@@ -50,6 +52,26 @@ using TheSumTable = SmallSumTable;
 using TheMarkTable = SmallMarkTable;
 #endif
 
+// Whether programs of XLA launch these kernels. Known to the compiler: a bit in
+// the table would cost the kernels of the other kinds registers.
+constexpr bool IsProgram() {
+#if defined(WRAPOPT_PROGRAM)
+  return true;
+#else
+  return false;
+#endif
+}
+
+// Reads a scalar, weight or rate.
+template <class Compute>
+WRAPOPT_DEVICE void ReadNumber(Word word, Compute* x) {
+  if constexpr (IsProgram()) {
+    *x = static_cast<Compute>(*reinterpret_cast<const double*>(word));
+  } else {
+    Read(word, x);
+  }
+}
+
 // The value that a rule's step leaves in state 0.
 template <class Rule, RuleId kRule>
 struct StepOf {
@@ -58,7 +80,7 @@ struct StepOf {
   static constexpr size_t kGrad = kStates;
   static constexpr size_t kArrays = kGrad + 1;
   // If a step changes all rows, no target is lazy.
-  static constexpr bool kMayBeLazy = MayUpdateRows(kRule);
+  static constexpr bool kMayBeLazy = MayUpdateRows(kRule) && !IsProgram();
   static constexpr bool kIsStep = true;
 
   // How array 0 is stored, which has the value of before the step.
@@ -89,7 +111,7 @@ struct StepOf {
     LoadInput(access, arrays.FindInput<Compute>(kGrad, input), input,
               &raw[kGrad]);
     Compute k[kScalars];
-    (Read(words[c], &k[c]), ...);
+    (ReadNumber(words[c], &k[c]), ...);
     Compute x[kGrad + 1][Access::kCount];
     (Access::Unpack(raw[s], state, x[s]), ...);
     Access::Unpack(raw[kGrad], input, x[kGrad]);
@@ -108,7 +130,7 @@ struct StepOf {
 struct SumOfSources {
   static constexpr size_t kArrays = 0;
   static constexpr size_t kScalars = 0;
-  static constexpr bool kMayBeLazy = true;
+  static constexpr bool kMayBeLazy = !IsProgram();
   static constexpr bool kIsStep = true;
 
   WRAPOPT_DEVICE static Number ValueNumber(const Header&, const Word* words) {
@@ -127,7 +149,7 @@ struct SumOfSources {
       typename Access::Raw raw;
       access.Load(arrays.Find<Compute>(source, number), number, &raw);
       Compute weight, x[Access::kCount];
-      Read(operand[0], &weight);
+      ReadNumber(operand[0], &weight);
       Access::Unpack(raw, number, x);
       const Compute is_first = source == 0 ? 1 : 0;
 #pragma unroll
@@ -197,7 +219,7 @@ class Targets {
     for (int target = 0; target < count_; ++target) {
       const Number number = NumberOf(target);
       Compute rate, x[Access::kCount];
-      Read(operands_[target * kWordsPerOperand], &rate);
+      ReadNumber(operands_[target * kWordsPerOperand], &rate);
       Access::Unpack(fetched_, number, x);
       Fetch(target + 1);
 #pragma unroll
@@ -260,9 +282,14 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
   const bool is_lazy = Value::kMayBeLazy && header.is_lazy;
   const size_t count =
       Value::kArrays + header.sources + header.targets * (is_lazy ? 3 : 1);
-  const Word* const bases =
+  const Word* const after_numbers =
       table.words + Value::kScalars +
       (header.sources + header.targets) * kWordsPerOperand;
+  if constexpr (IsProgram()) {
+    const bool accept = *reinterpret_cast<const bool*>(*after_numbers);
+    if (!accept) return;
+  }
+  const Word* const bases = after_numbers + IsProgram();
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
   const size_t stride = 1 + count + is_lazy;
@@ -381,6 +408,8 @@ WRAPOPT_UPDATES(WRAPOPT_RULE_KERNELS)
 
 WRAPOPT_KERNELS_OF(Average, wrapopt::gpu::SumOfSources)
 
+// No program launches the others.
+#if !defined(WRAPOPT_PROGRAM)
 WRAPOPT_KERNELS_OF(CatchUp, wrapopt::gpu::NoStep)
 
 WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Sum, float)(
@@ -396,3 +425,4 @@ WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Mark, double)(
     WRAPOPT_TABLE(wrapopt::gpu::TheMarkTable) table)) {
   wrapopt::gpu::MarkRows(table);
 }
+#endif

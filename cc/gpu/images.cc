@@ -27,6 +27,14 @@ bool IsBetter(const Image& image, const Image& than) {
   return image.compute_capability > than.compute_capability;
 }
 
+std::string TextOf(const DeviceInfo& device) {
+  return device.name + " (compute capability " +
+         std::to_string(device.compute_capability / 10) + "." +
+         std::to_string(device.compute_capability % 10) +
+         ", driver for CUDA " + std::to_string(device.driver / 1000) + "." +
+         std::to_string(device.driver % 1000 / 10) + ")";
+}
+
 }  // namespace
 
 std::string NameOf(Kind kind) {
@@ -35,6 +43,8 @@ std::string NameOf(Kind kind) {
       return "small";
     case Kind::kLarge:
       return "large";
+    case Kind::kProgram:
+      return "program";
   }
   return "";
 }
@@ -75,7 +85,7 @@ std::string Expand(const Image& image, std::string* expanded) {
 }
 
 const Image* ChooseImage(const DeviceInfo& device, Kind kind) {
-  if (kind == Kind::kLarge &&
+  if (kind != Kind::kSmall &&
       (device.compute_capability < 70 || device.driver < 12010)) {
     return nullptr;
   }
@@ -94,15 +104,16 @@ std::string NoImage(const DeviceInfo& device) {
   for (const Image& image : Images()) {
     names += (names.empty() ? "" : ", ") + NameOf(image);
   }
-  return "there are no kernels for " + device.name +
-         " (compute capability " +
-         std::to_string(device.compute_capability / 10) + "." +
-         std::to_string(device.compute_capability % 10) +
-         ", driver for CUDA " + std::to_string(device.driver / 1000) + "." +
-         std::to_string(device.driver % 1000 / 10) +
-         "); this wrapopt has images for " + names +
+  return "there are no kernels for " + TextOf(device) +
+         "; this wrapopt has images for " + names +
          ". Place the variables on the CPU, or add the GPU's architecture to "
          "cc/gpu/BUILD and build wrapopt again";
+}
+
+std::string NoProgramImage(const DeviceInfo& device) {
+  return "there are no kernels for XLA programs on " + TextOf(device) +
+         ": they need compute capability 7.0 and a driver for CUDA 12.1. Set "
+         "WRAPOPT_XLA_ON_GPU=hlo";
 }
 
 }  // namespace gpu

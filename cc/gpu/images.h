@@ -15,8 +15,9 @@ namespace gpu {
 enum class Kind {
   kSmall,  // They take small tables.
   kLarge,  // They take large tables.
+  kProgram,  // Programs of XLA launch them, with large tables.
 };
-inline constexpr Kind kKinds[] = {Kind::kSmall, Kind::kLarge};
+inline constexpr Kind kKinds[] = {Kind::kSmall, Kind::kLarge, Kind::kProgram};
 
 // "small" for kSmall.
 std::string NameOf(Kind kind);
@@ -45,6 +46,9 @@ const Image* ChooseImage(const DeviceInfo& device, Kind kind);
 
 // The error text if there is no image for a GPU.
 std::string NoImage(const DeviceInfo& device);
+
+// The error text if there is none of the kind kProgram.
+std::string NoProgramImage(const DeviceInfo& device);
 
 }  // namespace gpu
 }  // namespace wrapopt

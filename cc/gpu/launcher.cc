@@ -71,6 +71,12 @@ class Range {
   Address high_ = 0;
 };
 
+int KernelOf(const Update& update) {
+  return update.rule.has_value() ? static_cast<int>(*update.rule)
+         : update.is_step        ? kAverage
+                                 : kCatchUp;
+}
+
 // The launches of an update.
 class Launches {
  public:
@@ -83,15 +89,20 @@ class Launches {
     }
     chunk_log2_ = update.chunk_log2 > 0 ? update.chunk_log2
                                         : ChunkLog2(elements);
-    for (const double scalar : update.scalars) {
-      prefix_.push_back(ToWord(scalar, update.is_double));
-    }
+    Address next = update.numbers;
+    const auto put = [&](double number) {
+      prefix_.push_back(update.accept == 0
+                            ? ToWord(number, update.is_double)
+                            : std::exchange(next, next + sizeof(double)));
+    };
+    for (const double scalar : update.scalars) put(scalar);
     for (const auto* operands : {&update.sources, &update.targets}) {
       for (const Update::Operand& operand : *operands) {
-        prefix_.push_back(ToWord(operand.scalar, update.is_double));
+        put(operand.scalar);
         prefix_.push_back(static_cast<Word>(operand.number));
       }
     }
+    if (update.accept != 0) prefix_.push_back(update.accept);
     if (update.rule.has_value()) {
       const RuleInfo& info = Info(*update.rule);
       ranges_.resize(CountNames(info.states), Range(SizeOf(update.state)));
@@ -117,8 +128,8 @@ class Launches {
     }
     while (left_ > 0) {
       const Kind kind = ChooseKind();
-      const std::string error = kind == Kind::kLarge ? RunOne<LargeTable>(kind)
-                                                     : RunOne<SmallTable>(kind);
+      const std::string error = kind == Kind::kSmall ? RunOne<SmallTable>(kind)
+                                                     : RunOne<LargeTable>(kind);
       if (!error.empty()) return error;
     }
     return "";
@@ -126,6 +137,7 @@ class Launches {
 
  private:
   Kind ChooseKind() const {
+    if (update_.accept != 0) return Kind::kProgram;
     // Launches with small tables cost less.
     const bool fits_small = left_ <= MostVariables<SmallTable>();
     return loaded_.Has(Kind::kLarge) &&
@@ -269,10 +281,7 @@ class Launches {
                     is_lazy()};
     Function function;
     const std::string error =
-        loaded_.Find(update_.rule.has_value() ? static_cast<int>(*update_.rule)
-                     : update_.is_step        ? kAverage
-                                              : kCatchUp,
-                     update_.is_double, kind, &function);
+        loaded_.Find(KernelOf(update_), update_.is_double, kind, &function);
     if (!error.empty()) return error;
     return Launch(function, chunks, 1, &table, stream_);
   }
@@ -387,6 +396,15 @@ std::string Enqueue(const Update& update, Stream stream) {
   const std::string error = LoadedKernels::Current(&loaded);
   if (!error.empty()) return error;
   return Launches(update, loaded, stream).Run();
+}
+
+std::string LoadForProgram(const Update& update) {
+  LoadedKernels* loaded;
+  const std::string error = LoadedKernels::Current(&loaded);
+  if (!error.empty()) return error;
+  Function function;
+  return loaded->Find(KernelOf(update), update.is_double, Kind::kProgram,
+                      &function);
 }
 
 std::string Enqueue(const RowSum& sum, Stream stream) {

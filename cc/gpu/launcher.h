@@ -2,8 +2,8 @@
 // arguments are a stream and device addresses.
 //
 // A launch does not wait, allocate or copy, so a CUDA graph can capture it. But
-// the first launch of a kernel loads it. The stream's context must be the
-// current one.
+// the first launch of a kernel loads it, if LoadForProgram has not. The context
+// of the stream must be the current one.
 #ifndef WRAPOPT_CC_GPU_LAUNCHER_H_
 #define WRAPOPT_CC_GPU_LAUNCHER_H_
 
@@ -39,6 +39,12 @@ struct Update {
   bool is_step = true;
   // Whether it is computed in double, or in float.
   bool is_double = false;
+  // If `accept` is not 0, it is the address of a bool: the step is taken if it
+  // is true when the launch runs. Then `numbers` is the address of doubles,
+  // which take the place of the scalars, weights and rates, in that order. A
+  // program of XLA has such updates. Their targets are not lazy.
+  Address accept = 0;
+  Address numbers = 0;
   // The log2 of a block's elements, 3 to 15; 0 lets the launcher choose.
   int chunk_log2 = 0;
 
@@ -59,6 +65,10 @@ constexpr uint64_t kMaxRowElements = 1 << 16;
 // Enqueues the step; no two of its arrays may overlap, but sources and targets
 // may be one array. Returns an error's text, empty if there is none.
 std::string Enqueue(const Update& update, Stream stream);
+
+// Loads the kernel of such updates with an `accept` into the current context.
+// Then Enqueue loads nothing.
+std::string LoadForProgram(const Update& update);
 
 // Sums the gradients of rows that have several.
 struct RowSum {

@@ -36,6 +36,7 @@ std::string LoadedKernels::Find(int kernel, bool is_double, Kind kind,
                                 Function* function) {
   const std::lock_guard<std::mutex> lock(mu_);
   const int k = static_cast<int>(kind);
+  if (kind == Kind::kProgram && !Has(kind)) return NoProgramImage(device_);
   Function& found = functions_[k][kernel][is_double];
   if (found == nullptr) {
     const Driver& driver = GetDriver();

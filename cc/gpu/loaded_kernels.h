@@ -34,8 +34,8 @@ class LoadedKernels {
     return images_[static_cast<int>(kind)] != nullptr;
   }
 
-  // Finds a kernel of an image that there is, and loads it if this is the first
-  // call for it.
+  // Finds a kernel, and loads it if this is the first call for it. The caller
+  // looks for an image of its kind first, except for kProgram.
   std::string Find(int kernel, bool is_double, Kind kind, Function* function);
 
  private:

@@ -61,11 +61,15 @@ struct Header {
 //
 //   the scalars of the rule;
 //   for each source and target: its weight or rate, and its Number;
+//   for a program of XLA, the address of a bool: false leaves all as it is;
 //   for each array: its base, the lowest address of the variables' arrays;
 //
 // Then, in 4 bytes each, for each variable: its place; for each of its arrays,
 // the number of elements between the base and the array; and if the targets are
 // lazy, the elements of a row, or 0 if the variable is one row.
+//
+// The host does not know the numbers of a program of XLA: in the place of its
+// scalars, weights and rates are addresses of doubles.
 template <class AnyHeader, size_t kBytes>
 struct Table {
   static constexpr size_t kWords = (kBytes - sizeof(AnyHeader)) / sizeof(Word);

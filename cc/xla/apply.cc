@@ -65,14 +65,23 @@ class ApplyXlaOp : public XlaOpKernel {
     }
     OP_REQUIRES_OK(ctx, ReadGradients(ctx, variables, &in));
 
-    bool calls;
+    Calls calls;
     OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
-    if (calls) {
+    if (calls == Calls::kCpu) {
       OP_REQUIRES_OK(ctx, Call(ctx, in, &variables));
       return;
     }
+    std::vector<int> called;
     for (int i = 0; i < contract_.variables(); ++i) {
-      OP_REQUIRES_OK(ctx, Build(in, i, &variables));
+      if (calls == Calls::kGpu && !contract_.sparse() &&
+          variables.shape(i).num_elements() <= kMostElementsOfGpuCall) {
+        called.push_back(i);
+      } else {
+        OP_REQUIRES_OK(ctx, Build(in, i, &variables));
+      }
+    }
+    if (!called.empty()) {
+      OP_REQUIRES_OK(ctx, CallOnGpu(ctx, in, called, &variables));
     }
   }
 
@@ -200,8 +209,7 @@ class ApplyXlaOp : public XlaOpKernel {
     xla::XlaBuilder* builder = ctx->builder();
     const int n = contract_.variables();
     const bool sparse = contract_.sparse();
-    const std::string rule =
-        absl::StrCat("rule = ", Quoted(contract_.rule().name));
+    const std::string rule = RuleAttribute();
     for (int first = 0, end; first < n; first = end) {
       end = sparse ? n : EndOfCall(*variables, first);
       const int count = end - first;
@@ -233,6 +241,28 @@ class ApplyXlaOp : public XlaOpKernel {
                              absl::StrCat("{", rule, "}")));
     }
     return absl::OkStatus();
+  }
+
+  // Calls the GPU kernel for some variables.
+  absl::Status CallOnGpu(XlaOpKernelContext* ctx, const In& in,
+                         const std::vector<int>& called,
+                         XlaVariables* variables) const {
+    KernelCall call(variables);
+    call.Read(ctx->Input("accept"));
+    call.Read(GpuNumbers(ctx->Input("scalars"), ctx->Input("decays")));
+    for (int s = 0; s < contract_.states(); ++s) {
+      for (const int i : called) call.Write(contract_.state(s) + i, 1);
+    }
+    for (int k = 0; k < averages_.per_value(); ++k) {
+      for (const int i : called) call.Write(Shadow(k, i), 1);
+    }
+    for (const int i : called) call.Read(in.grads.ops[i]);
+    return call.Emit(ctx->builder(), kGpuUpdateCall,
+                     absl::StrCat("{", RuleAttribute(), "}"));
+  }
+
+  std::string RuleAttribute() const {
+    return absl::StrCat("rule = ", Quoted(contract_.rule().name));
   }
 
   // The end of the variables, from `first` on, that one call steps. Gradients

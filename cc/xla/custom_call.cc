@@ -12,7 +12,9 @@
 #include "tensorflow/compiler/tf2xla/xla_compiler.h"
 #include "tensorflow/compiler/tf2xla/xla_op_registry.h"
 #include "tensorflow/core/platform/errors.h"
+#include "tensorflow/core/util/port.h"
 #include "xla/client/compile_only_client.h"
+#include "xla/hlo/builder/lib/constants.h"
 #include "xla/layout_util.h"
 #include "xla/shape.h"
 #include "xla/shape_util.h"
@@ -23,19 +25,41 @@ using tensorflow::XlaOpKernelContext;
 using xla::XlaBuilder;
 using xla::XlaOp;
 
-absl::Status CallsKernels(XlaOpKernelContext* ctx, bool* calls) {
-  const char* const value = std::getenv("WRAPOPT_XLA_ON_CPU");
+namespace {
+
+// Reads an environment variable.
+absl::Status ReadChoice(const char* name, bool otherwise, bool* calls) {
+  const char* const value = std::getenv(name);
   const std::string chosen = value == nullptr ? "" : value;
   if (chosen != "" && chosen != "call" && chosen != "hlo") {
     return absl::InvalidArgumentError(absl::StrCat(
-        "WRAPOPT_XLA_ON_CPU must be 'call' or 'hlo', got '", chosen, "'"));
+        name, " must be 'call' or 'hlo', got '", chosen, "'"));
   }
-  tensorflow::XlaCompiler* const compiler = ctx->compiler();
-  *calls = chosen != "hlo" &&
-           compiler->options().device_type.type_string() ==
-               tensorflow::DEVICE_CPU_XLA_JIT &&
-           dynamic_cast<xla::CompileOnlyClient*>(compiler->client()) == nullptr;
+  *calls = chosen == "" ? otherwise : chosen == "call";
   return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CallsKernels(XlaOpKernelContext* ctx, Calls* calls) {
+  bool on_cpu, on_gpu;
+  TF_RETURN_IF_ERROR(ReadChoice("WRAPOPT_XLA_ON_CPU", true, &on_cpu));
+  TF_RETURN_IF_ERROR(ReadChoice("WRAPOPT_XLA_ON_GPU", false, &on_gpu));
+  // A TensorFlow for AMD's GPUs calls them by the same name.
+  on_gpu = on_gpu && !tensorflow::IsBuiltWithROCm();
+  tensorflow::XlaCompiler* const compiler = ctx->compiler();
+  const std::string& device = compiler->options().device_type.type_string();
+  *calls = dynamic_cast<xla::CompileOnlyClient*>(compiler->client()) != nullptr
+               ? Calls::kNone
+           : on_cpu && device == tensorflow::DEVICE_CPU_XLA_JIT ? Calls::kCpu
+           : on_gpu && device == tensorflow::DEVICE_GPU_XLA_JIT ? Calls::kGpu
+                                                                : Calls::kNone;
+  return absl::OkStatus();
+}
+
+XlaOp GpuNumbers(XlaOp scalars, XlaOp decays) {
+  return xla::ConcatInDim(scalars.builder(),
+                          {scalars, xla::ScalarLike(decays, 1.0) - decays}, 0);
 }
 
 void KernelCall::Write(int first, int count) {

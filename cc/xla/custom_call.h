@@ -1,7 +1,8 @@
-// How an XLA program for the CPU calls a function of cc/xla/ffi_handlers.h.
+// How an XLA program calls a function of cc/xla/ffi_handlers.h.
 #ifndef WRAPOPT_CC_XLA_CUSTOM_CALL_H_
 #define WRAPOPT_CC_XLA_CUSTOM_CALL_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,14 +14,25 @@
 
 namespace wrapopt {
 
-// Whether the program that is built calls the CPU's kernels. It does if it will
-// run in this process, on a CPU. A program for another device, or one that is
-// compiled ahead of time for another process, is HLO only.
+// Whose kernels the program that is built calls. A program may call kernels if
+// it will run in this process, on a CPU or an NVIDIA GPU. A program for another
+// device, or one that is compiled ahead of time for another process, is HLO
+// only.
 //
-// If the environment variable WRAPOPT_XLA_ON_CPU is "hlo", a program for the
-// CPU is HLO only, too. The default is "call". The variable is read whenever an
-// op is compiled.
-absl::Status CallsKernels(tensorflow::XlaOpKernelContext* ctx, bool* calls);
+// The environment variables WRAPOPT_XLA_ON_CPU and WRAPOPT_XLA_ON_GPU choose:
+// "call" or "hlo". The default is "call" on a CPU and "hlo" on a GPU. The
+// variables are read whenever an op is compiled.
+enum class Calls { kNone, kCpu, kGpu };
+absl::Status CallsKernels(tensorflow::XlaOpKernelContext* ctx, Calls* calls);
+
+// Variables of more elements are HLO on a GPU, even if the others are a call.
+// One loop of HLO saves a small variable nothing: its time is that of a launch.
+// But a large one's loop may compute the gradient, too, which a call must find
+// in memory. The number is a guess, and must be measured on a GPU.
+constexpr int64_t kMostElementsOfGpuCall = int64_t{1} << 22;
+
+// The operand `numbers` of a call on a GPU.
+xla::XlaOp GpuNumbers(xla::XlaOp scalars, xla::XlaOp decays);
 
 // One call. Its operands are added in the order of cc/xla/ffi_handlers.h.
 class KernelCall {

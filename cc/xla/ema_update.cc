@@ -7,6 +7,7 @@
 #include "cc/xla/variables.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "xla/hlo/builder/lib/constants.h"
 #include "xla/hlo/builder/xla_builder.h"
 
 namespace wrapopt {
@@ -31,9 +32,9 @@ class EmaUpdateXlaOp : public XlaOpKernel {
     OP_REQUIRES_OK(ctx, variables.Find(averages_.Lists()));
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
 
-    bool calls;
+    Calls calls;
     OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
-    if (calls) {
+    if (calls == Calls::kCpu) {
       KernelCall call(&variables);
       call.Read(ctx->Input("decays"));
       call.Write(shadows, values - shadows);
@@ -43,8 +44,14 @@ class EmaUpdateXlaOp : public XlaOpKernel {
       OP_REQUIRES_OK(ctx, call.Emit(ctx->builder(), kEmaUpdateCall));
       return;
     }
-    for (int k = 0; k < averages_.per_value(); ++k) {
-      for (int i = 0; i < averages_.values(); ++i) {
+    std::vector<int> called;
+    for (int i = 0; i < averages_.values(); ++i) {
+      if (calls == Calls::kGpu && variables.shape(values + i).num_elements() <=
+                                      kMostElementsOfGpuCall) {
+        called.push_back(i);
+        continue;
+      }
+      for (int k = 0; k < averages_.per_value(); ++k) {
         const int shadow = shadows + k * averages_.values() + i;
         OP_REQUIRES_OK(ctx, variables.Assign(
                                 shadow, averages_.Updated(
@@ -53,6 +60,19 @@ class EmaUpdateXlaOp : public XlaOpKernel {
                                             rates[k])));
       }
     }
+    if (called.empty()) return;
+    KernelCall call(&variables);
+    call.Read(xla::ConstantR0<bool>(ctx->builder(), true));
+    call.Read(GpuNumbers(xla::ConstantR1<double>(ctx->builder(), {1}),
+                         ctx->Input("decays")));
+    for (int k = 0; k < averages_.per_value(); ++k) {
+      for (const int i : called) {
+        call.Write(shadows + k * averages_.values() + i, 1);
+      }
+    }
+    for (const int i : called) call.Read(variables.value(values + i));
+    OP_REQUIRES_OK(ctx, call.Emit(ctx->builder(), kGpuUpdateCall,
+                                  "{rule = \"\"}"));
   }
 
  private:

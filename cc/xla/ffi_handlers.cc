@@ -19,6 +19,7 @@
 #include "cc/engine/row_step.h"
 #include "cc/engine/sparse_rows.h"
 #include "cc/engine/threads.h"
+#include "cc/gpu/launcher.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/sort_rows.h"
@@ -75,9 +76,9 @@ class Operands {
   // The number of operands that are not taken yet.
   size_t left() const { return args_.size() - next_; }
 
-  bool Bool() {
+  const bool* Bool() {
     const std::optional<ffi::AnyBuffer> buffer = Take(ffi::PRED);
-    return buffer && *static_cast<const bool*>(buffer->untyped_data());
+    return buffer ? static_cast<const bool*>(buffer->untyped_data()) : nullptr;
   }
 
   absl::Span<const double> Doubles() { return Vector<double>(ffi::F64); }
@@ -267,7 +268,8 @@ struct StepOperands {
     TF_RETURN_IF_ERROR(
         FindUpdate({rule_name.data(), rule_name.size()}, &rule));
     TF_RETURN_IF_ERROR(FindIsa(&isa));
-    accept = operands->Bool();
+    const bool* const flag = operands->Bool();
+    accept = flag != nullptr && *flag;
     if (!accept) return operands->status();
     decays = operands->Doubles();
     TF_RETURN_IF_ERROR(ToRates(decays, &rates));
@@ -402,16 +404,84 @@ absl::Status MoveRows(const Threads& threads, Operands* operands, int64_t n,
   return absl::OkStatus();
 }
 
+// Reads the operands of a call on a GPU: their memory is the device's.
+absl::Status ReadGpuUpdate(Operands* operands, std::string_view rule_name,
+                           gpu::Update* update) {
+  const auto address = [](const void* data) {
+    return reinterpret_cast<gpu::Address>(data);
+  };
+  size_t states = 0, scalars = 1;
+  if (!rule_name.empty()) {
+    const RuleInfo* rule;
+    TF_RETURN_IF_ERROR(
+        FindUpdate({rule_name.data(), rule_name.size()}, &rule));
+    update->rule = rule->id;
+    states = CountNames(rule->states);
+    scalars = CountNames(rule->scalars);
+    update->scalars.resize(scalars);
+  }
+  update->accept = address(operands->Bool());
+  const absl::Span<const double> numbers = operands->Doubles();
+  update->numbers = address(numbers.data());
+  TF_RETURN_IF_ERROR(operands->status());
+  const size_t averages = numbers.size() - scalars;
+  const size_t n = operands->left() / (states + averages + 1);
+  std::vector<Arrays> arrays;
+  for (size_t a = 0; a < states + averages; ++a) {
+    arrays.push_back(operands->Written(n));
+  }
+  const Arrays inputs = operands->Read(n);
+  arrays.insert(arrays.begin() + states, inputs);
+  TF_RETURN_IF_ERROR(operands->status());
+  update->state = arrays[0].number;
+  update->input = inputs.number;
+  update->is_double = inputs.number == Number::kDouble;
+  if (!update->rule.has_value()) update->sources = {{1, inputs.number}};
+  update->arrays = arrays.size();
+  for (size_t a = states + 1; a < arrays.size(); ++a) {
+    update->targets.push_back({0, arrays[a].number});
+  }
+  for (size_t i = 0; i < n; ++i) {
+    update->elements.push_back(inputs.elements(i));
+    for (const Arrays& of_all : arrays) {
+      update->addresses.push_back(address(of_all[i]));
+    }
+  }
+  return absl::OkStatus();
+}
+
+ffi::Error ToError(const absl::Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error(static_cast<ffi::ErrorCode>(status.code()),
+                    std::string(status.message()));
+}
+
+// Enqueues an update. Before this, XLA calls it for the stage kInitialize,
+// outside of a capture: then it loads kernels.
+template <ffi::ExecutionStage stage>
+ffi::Error RunOnGpu(gpu::Stream stream, ffi::RemainingArgs args,
+                    ffi::RemainingRets results, std::string_view rule) {
+  Operands operands(args, results);
+  gpu::Update update;
+  absl::Status status = ReadGpuUpdate(&operands, rule, &update);
+  if (status.ok()) {
+    const std::string error = stage == ffi::ExecutionStage::kExecute
+                                  ? gpu::Enqueue(update, stream)
+                                  : gpu::LoadForProgram(update);
+    if (!error.empty()) {
+      status = absl::InternalError(absl::StrCat(
+          kGpuUpdateCall, " could not run on the GPU: ", error));
+    }
+  }
+  return ToError(status);
+}
+
 // Calls a handler as XLA does, and returns its error.
 template <auto kernel, class... Attributes>
 ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs args,
                ffi::RemainingRets results, Attributes... attributes) {
   Operands operands(args, results);
-  const absl::Status status =
-      kernel(ProgramThreads(&pool), &operands, attributes...);
-  if (status.ok()) return ffi::Error::Success();
-  return ffi::Error(static_cast<ffi::ErrorCode>(status.code()),
-                    std::string(status.message()));
+  return ToError(kernel(ProgramThreads(&pool), &operands, attributes...));
 }
 
 // The arguments that XLA passes to each handler.
@@ -435,10 +505,30 @@ XLA_FFI_DEFINE_HANDLER(kMoveRows, (Run<MoveRows, int64_t, std::string_view>),
                            .Attr<int64_t>("n")
                            .Attr<std::string_view>("names"));
 
-void Register(const char* name, XLA_FFI_Handler* handler) {
+template <ffi::ExecutionStage stage>
+auto BindOnGpu() {
+  return ffi::Ffi::Bind<stage>()
+      .template Ctx<ffi::PlatformStream<gpu::Stream>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::string_view>("rule");
+}
+
+XLA_FFI_DEFINE_HANDLER(kGpuInitialize,
+                       RunOnGpu<ffi::ExecutionStage::kInitialize>,
+                       BindOnGpu<ffi::ExecutionStage::kInitialize>());
+// A CUDA graph may capture it: it only launches.
+XLA_FFI_DEFINE_HANDLER(kGpuExecute, RunOnGpu<ffi::ExecutionStage::kExecute>,
+                       BindOnGpu<ffi::ExecutionStage::kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+void Register(const char* name, XLA_FFI_Handler* handler,
+              const char* platform = "Host",
+              XLA_FFI_Handler* initialize = nullptr) {
   const XLA_FFI_Api* const api = ffi::GetXlaFfiApi();
-  XLA_FFI_Error* const error =
-      ffi::Ffi::RegisterStaticHandler(api, name, "Host", handler);
+  XLA_FFI_Error* const error = ffi::Ffi::RegisterStaticHandler(
+      api, name, platform,
+      XLA_FFI_Handler_Bundle{nullptr, nullptr, initialize, handler});
   if (error == nullptr) return;
   LOG(ERROR) << "XLA cannot call " << name << ": "
              << ffi::internal::GetErrorMessage(api, error);
@@ -450,6 +540,7 @@ const bool handlers_registered = [] {
   Register(kSparseApplyCall, kSparseApply);
   Register(kEmaUpdateCall, kEmaUpdate);
   Register(kMoveRowsCall, kMoveRows);
+  Register(kGpuUpdateCall, kGpuExecute, "CUDA", kGpuInitialize);
   return true;
 }();
 

@@ -1,4 +1,5 @@
-// The CPU's kernels as functions that a program of XLA calls.
+// The kernels as functions that a program of XLA calls: those of the CPU, and
+// for dense gradients those of an NVIDIA GPU.
 //
 // An op is one call for each MB of dense gradients, even if it has hundreds of
 // variables. XLA itself would compile a loop for each variable and for each
@@ -53,6 +54,17 @@ inline constexpr char kEmaUpdateCall[] = "wrapopt_ema_update";
 //   values      N arrays
 //   indices     N vectors or none
 inline constexpr char kMoveRowsCall[] = "wrapopt_move_rows";
+
+// Apply of dense gradients, or EmaUpdate, on a GPU. The attribute "rule" is
+// empty for EmaUpdate, which has no states, and one scalar: 1. The values are
+// its inputs.
+//
+//   accept      pred
+//   numbers     f64[C + K]: the scalars, and 1 - decay of each average
+//   states      S N arrays, written
+//   shadows     K N arrays, written
+//   inputs      N arrays
+inline constexpr char kGpuUpdateCall[] = "wrapopt_gpu_update";
 
 }  // namespace wrapopt
 

@@ -77,9 +77,9 @@ class LazyAveragesXlaOp : public XlaOpKernel {
                    const Inputs& indices) const {
     XlaVariables& variables = *all;
     const int n = averages_.values();
-    bool calls;
+    Calls calls;
     TF_RETURN_IF_ERROR(CallsKernels(ctx, &calls));
-    if (calls) {
+    if (calls == Calls::kCpu) {
       KernelCall call(all);
       call.Read(is_step_ ? ctx->Input("decays")
                          : xla::ConstantR1<double>(ctx->builder(), {}));

@@ -23,9 +23,12 @@
 #define NAMES(name) \
   "wrapopt_small_" name "_float wrapopt_small_" name "_double " \
   "wrapopt_large_" name "_float wrapopt_large_" name "_double "
-#define NAMES_OF_RULE(name, states, inputs, scalars, sparse) NAMES(#name)
+#define NAMES_OF_STEP(name) \
+  NAMES(name) "wrapopt_program_" name "_float wrapopt_program_" name "_double "
+#define NAMES_OF_RULE(name, states, inputs, scalars, sparse) \
+  NAMES_OF_STEP(#name)
 constexpr char kNames[] =
-    NAMES("Average") NAMES("CatchUp") NAMES("Sum") NAMES("Mark")
+    NAMES_OF_STEP("Average") NAMES("CatchUp") NAMES("Sum") NAMES("Mark")
         WRAPOPT_UPDATES(NAMES_OF_RULE);
 
 namespace wrapopt {
@@ -58,6 +61,7 @@ const std::vector<Image>& Images() {
     return new std::vector<Image>{
         image(true, 60, Kind::kSmall),       image(true, 70, Kind::kLarge),
         image(false, 80, Kind::kLarge),      image(false, 86, Kind::kLarge),
+        image(true, 70, Kind::kProgram),
     };
   }();
   return *images;
@@ -184,12 +188,26 @@ TEST(Images, AreChosenForTheGpu) {
   EXPECT_EQ(name(80, 12010, Kind::kLarge), "sm_80 large");
   EXPECT_EQ(name(89, 12010, Kind::kLarge), "sm_86 large");
   EXPECT_EQ(name(90, 12010, Kind::kLarge), "compute_70 large");
+  EXPECT_EQ(name(70, 12000, Kind::kProgram), "none");
+  EXPECT_EQ(name(70, 12010, Kind::kProgram), "compute_70 program");
 }
+
+// Where the numbers of an update are: in the launch's table, or in device
+// memory, beside whether the step is accepted.
+enum class NumbersAre { kInTable, kAccepted, kRefused };
 
 // Its compute capability: 6.0 has only small tables.
 class Launches : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override { FakeGpu::Get().UseContext(GetParam()); }
+
+  static bool HasLargeTables() { return GetParam() != std::string("60"); }
+
+  // A program's tables are large.
+  static std::vector<NumbersAre> AllNumbersAre() {
+    if (!HasLargeTables()) return {NumbersAre::kInTable};
+    return {NumbersAre::kInTable, NumbersAre::kAccepted, NumbersAre::kRefused};
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Gpus, Launches, testing::Values("60", "90"),
@@ -223,9 +241,37 @@ struct Arrays {
   std::vector<OnDevice> got;
 };
 
+// Moves an update's numbers to device memory, if they are to be there.
+class NumbersOnDevice {
+ public:
+  NumbersOnDevice(NumbersAre are, Update* update) {
+    if (are == NumbersAre::kInTable) return;
+    std::vector<double> numbers;
+    const auto take = [&numbers](double* number) {
+      numbers.push_back(*number);
+      *number = -1;  // Nobody may read it.
+    };
+    for (double& scalar : update->scalars) take(&scalar);
+    for (Update::Operand& source : update->sources) take(&source.scalar);
+    for (Update::Operand& target : update->targets) take(&target.scalar);
+    const Array accept(sizeof(bool));
+    *accept.as<bool>() = are == NumbersAre::kAccepted;
+    const Array array(numbers.size() * sizeof(double));
+    std::memcpy(array.data(), numbers.data(), array.bytes());
+    accept_ = std::make_unique<OnDevice>(accept);
+    numbers_ = std::make_unique<OnDevice>(array);
+    update->accept = accept_->address();
+    update->numbers = numbers_->address();
+  }
+
+ private:
+  std::unique_ptr<OnDevice> accept_, numbers_;
+};
+
 // Takes the step of a rule, of which an average is kept.
 void Step(const RuleInfo& rule, Number state, Number input, int chunk_log2,
-          const std::vector<size_t>& sizes, Random* random) {
+          const std::vector<size_t>& sizes, Random* random,
+          NumbersAre are = NumbersAre::kInTable) {
   Update update;
   update.rule = rule.id;
   update.state = state;
@@ -242,8 +288,10 @@ void Step(const RuleInfo& rule, Number state, Number input, int chunk_log2,
   for (const size_t size : sizes) {
     arrays.Add(&update, size, numbers, random, size % 3);
   }
-  ASSERT_EQ(Enqueue(update, nullptr), "");
-  for (size_t v = 0; v < sizes.size(); ++v) {
+  Update on_device = update;
+  const NumbersOnDevice numbers_on_device(are, &on_device);
+  ASSERT_EQ(Enqueue(on_device, nullptr), "");
+  for (size_t v = 0; are != NumbersAre::kRefused && v < sizes.size(); ++v) {
     const Array* const all = &arrays.want[v * numbers.size()];
     std::vector<void*> operands;
     for (size_t a = 0; a + 1 < numbers.size(); ++a) {
@@ -263,8 +311,10 @@ TEST_P(Launches, TakeTheStepOfEachRule) {
   for (const RuleInfo& rule : kRules) {
     if (rule.inputs != "grad") continue;
     for (const auto& [state, input] : kPairs) {
-      Step(rule, state, input, 0, {1, 0, 7, 2049, 16}, &random);
-      Step(rule, state, input, 3, {0, 8, 100, 15}, &random);
+      for (const NumbersAre are : AllNumbersAre()) {
+        Step(rule, state, input, 0, {1, 0, 7, 2049, 16}, &random, are);
+        Step(rule, state, input, 3, {0, 8, 100, 15}, &random, are);
+      }
     }
   }
 }
@@ -275,12 +325,14 @@ TEST_P(Launches, AreSeveral) {
   const RuleInfo& rule = Info(RuleId::kMomentum);
   std::vector<size_t> sizes(2500, 3);
   sizes[7] = 0;
-  Step(rule, Number::kFloat, Number::kFloat, 0, sizes, &random);
+  for (const NumbersAre are : AllNumbersAre()) {
+    Step(rule, Number::kFloat, Number::kFloat, 0, sizes, &random, are);
+  }
   Step(rule, Number::kFloat, Number::kHalf, 3,
        {8 * kMaxChunks - 16, 8, 100, 1}, &random);
 }
 
-TEST_P(Launches, AverageSources) {
+void AverageSources(NumbersAre are) {
   Random random(23);
   const Number number = Number::kFloat;
   Update update;
@@ -292,8 +344,10 @@ TEST_P(Launches, AverageSources) {
     arrays.Add(&update, size, {number, Number::kBfloat16, number, number},
                &random, 0);
   }
-  ASSERT_EQ(Enqueue(update, nullptr), "");
-  for (size_t v = 0; v < sizes.size(); ++v) {
+  Update on_device = update;
+  const NumbersOnDevice numbers(are, &on_device);
+  ASSERT_EQ(Enqueue(on_device, nullptr), "");
+  for (size_t v = 0; are != NumbersAre::kRefused && v < sizes.size(); ++v) {
     const Array* const all = &arrays.want[4 * v];
     const Array sum(sizes[v] * SizeOf(number));
     for (int source = 0; source < 2; ++source) {
@@ -310,6 +364,45 @@ TEST_P(Launches, AverageSources) {
     }
   }
   arrays.Check();
+}
+
+TEST_P(Launches, AverageSources) {
+  for (const NumbersAre are : AllNumbersAre()) AverageSources(are);
+}
+
+// A program's launches may be captured: here, loading a kernel is an error.
+TEST_P(Launches, LoadNothingThatIsLoaded) {
+  if (!HasLargeTables()) return;
+  // A context of its own, without the kernels that other tests have loaded.
+  FakeGpu::Get().UseContext(strdup(GetParam()));
+  Random random(27);
+  for (const bool is_rule : {true, false}) {
+    for (const size_t variables : {1, 3000}) {  // One launch, and two.
+      Update update;
+      Arrays arrays;
+      if (is_rule) {
+        update.rule = RuleId::kGradientDescent;
+        update.scalars = {0.5};
+      } else {
+        update.sources = {{1, Number::kFloat}};
+        update.targets = {{0.5, Number::kFloat}};
+      }
+      for (size_t v = 0; v < variables; ++v) {
+        arrays.Add(&update, 1, {Number::kFloat, Number::kFloat}, &random, 0);
+      }
+      const NumbersOnDevice numbers(NumbersAre::kAccepted, &update);
+      if (variables == 1) {
+        ASSERT_EQ(LoadForProgram(update), "");
+      }
+      void* graph = nullptr;
+      FakeGpu::Get().Call("cuStreamBeginCapture_v2",
+                          static_cast<void*>(nullptr), 0);
+      EXPECT_EQ(Enqueue(update, nullptr), "");
+      FakeGpu::Get().Call("cuStreamEndCapture", static_cast<void*>(nullptr),
+                          &graph);
+      FakeGpu::Get().Call("cuGraphDestroy", graph);
+    }
+  }
 }
 
 TEST_P(Launches, CatchUpRows) {
@@ -412,10 +505,27 @@ TEST_P(Launches, SayWhatIsWrong) {
   update.arrays = 2;
   update.addresses = {4096, 8192};
   EXPECT_EQ(Enqueue(update, nullptr).substr(0, 14), "cuLaunchKernel");
+  // So are the addresses of numbers.
+  const OnDevice arrays(Array(64));
+  update.addresses = {arrays.address(), arrays.address() + 32};
+  EXPECT_EQ(Enqueue(update, nullptr), "");
+  update.accept = arrays.address();
+  update.numbers = 4096;
+  const std::string missing =
+      "there are no kernels for XLA programs on fake GPU (compute capability "
+      "6.0, driver for CUDA 12.8): they need compute capability 7.0 and a "
+      "driver for CUDA 12.1. Set WRAPOPT_XLA_ON_GPU=hlo";
+  EXPECT_EQ(LoadForProgram(update), HasLargeTables() ? "" : missing);
+  const std::string refused = HasLargeTables() ? "cuLaunchKernel" : missing;
+  EXPECT_EQ(Enqueue(update, nullptr).substr(0, refused.size()), refused);
+  update.accept = 4096;
+  update.numbers = arrays.address();
+  EXPECT_EQ(Enqueue(update, nullptr).substr(0, refused.size()), refused);
   update.elements = {0};
   EXPECT_EQ(Enqueue(update, nullptr), "");
   FakeGpu::Get().Call("cuCtxSetCurrent", static_cast<void*>(nullptr));
   EXPECT_EQ(Enqueue(update, nullptr), "no CUDA context is current");
+  EXPECT_EQ(LoadForProgram(update), "no CUDA context is current");
 }
 
 }  // namespace

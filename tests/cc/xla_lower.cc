@@ -25,7 +25,9 @@
 #include "tensorflow/core/tpu/tpu_defs.h"
 #include "xla/client/client_library.h"
 #include "xla/debug_options_flags.h"
+#include "xla/hlo/analysis/alias_info.h"
 #include "xla/hlo/ir/hlo_module.h"
+#include "xla/service/copy_insertion.h"
 #include "xla/stream_executor/platform_manager.h"
 
 namespace {
@@ -62,7 +64,8 @@ using Argument = std::tuple<bool, int, std::vector<int64_t>>;
 
 std::string Lower(const std::string& library, const std::string& function,
                   const std::vector<Argument>& arguments,
-                  const std::string& device, bool ahead_of_time) {
+                  const std::string& device, bool ahead_of_time,
+                  bool with_copies) {
   tf::FunctionDefLibrary functions;
   if (!functions.ParseFromString(library)) {
     throw std::runtime_error(
@@ -108,7 +111,20 @@ std::string Lower(const std::string& library, const std::string& function,
   const xla::HloModuleProto& proto = result.computation->proto();
   const auto config = Value(xla::HloModule::CreateModuleConfigFromProto(
       proto, xla::GetDebugOptionsFromFlags()));
-  return Value(xla::HloModule::CreateFromProto(proto, config))->ToString();
+  const auto module = Value(xla::HloModule::CreateFromProto(proto, config));
+  if (with_copies) {
+    // XLA leaves out a reshape that changes nothing, instead of copying it.
+    for (xla::HloInstruction* const each :
+         module->entry_computation()->MakeInstructionPostOrder()) {
+      if (each->opcode() == xla::HloOpcode::kReshape &&
+          each->shape() == each->operand(0)->shape()) {
+        Check(each->ReplaceAllUsesWith(each->mutable_operand(0)));
+      }
+    }
+    const xla::AliasInfo aliases;
+    Value(xla::CopyInsertion(&aliases).Run(module.get()));
+  }
+  return module->ToString();
 }
 
 }  // namespace
@@ -116,5 +132,5 @@ std::string Lower(const std::string& library, const std::string& function,
 PYBIND11_MODULE(_xla_lower, m) {
   m.def("lower", &Lower, pybind11::arg("library"), pybind11::arg("function"),
         pybind11::arg("arguments"), pybind11::arg("device"),
-        pybind11::arg("ahead_of_time"));
+        pybind11::arg("ahead_of_time"), pybind11::arg("with_copies"));
 }

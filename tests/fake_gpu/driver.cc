@@ -194,8 +194,8 @@ std::string RuleOf(const std::string& kernel) {
   return kernel.substr(begin, kernel.rfind('_') - begin);
 }
 
-bool Move(Word* address) {
-  char* const host = Memory::Get().Host(*address, 1);
+bool Move(Word* address, size_t size = 1) {
+  char* const host = Memory::Get().Host(*address, size);
   *address = reinterpret_cast<Word>(host);
   return host != nullptr;
 }
@@ -216,10 +216,19 @@ int MoveAddresses(const std::string& kernel, Table* table) {
     sizes.resize(sizes.size() + CountNames(info.inputs),
                  SizeOf(static_cast<Number>(header.input)));
   }
-  Word* word = table->words + scalars;
+  const bool is_of_program = kernel.find("_program_") != std::string::npos;
+  const auto move_number = [is_of_program](Word* word) {
+    return !is_of_program || Move(word, sizeof(double));
+  };
+  Word* word = table->words;
+  for (size_t c = 0; c < scalars; ++c, ++word) {
+    if (!move_number(word)) return kIllegalAddress;
+  }
   for (size_t m = 0; m < operands; ++m, word += gpu::kWordsPerOperand) {
+    if (!move_number(word)) return kIllegalAddress;
     sizes.push_back(SizeOf(static_cast<Number>(word[1])));
   }
+  if (is_of_program && !Move(word++)) return kIllegalAddress;
   const size_t numbers = sizes.size();
   if (header.is_lazy) {
     sizes.resize(numbers + 2 * header.targets, sizeof(double));
@@ -788,10 +797,10 @@ API(cuLaunchKernel, Function* function, unsigned grid_x, unsigned grid_y,
   using namespace wrapopt::gpu;  // NOLINT
   grid = {grid_x, grid_y};
   std::function<int()> launch =
-      function->name.find("_large_") != std::string::npos
-          ? ReadLaunch<LargeTable, LargeSumTable, LargeMarkTable>(
+      function->name.find("_small_") != std::string::npos
+          ? ReadLaunch<SmallTable, SmallSumTable, SmallMarkTable>(
                 *function, arguments[0])
-          : ReadLaunch<SmallTable, SmallSumTable, SmallMarkTable>(
+          : ReadLaunch<LargeTable, LargeSumTable, LargeMarkTable>(
                 *function, arguments[0]);
   if (captured == nullptr) return launch();
   captured->launches.push_back(std::move(launch));

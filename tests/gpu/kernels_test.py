@@ -401,17 +401,21 @@ print(*images, sep=",")
 
 @on_the_fake_gpu
 def test_which_images_a_gpu_gets():
+  def all_kinds(name):
+    return f"{name},{name} large,{name} program"
+
   # (compute capability, driver): images.
+  ptx = "compute_90 large,compute_90 program"
   wants = {
       (52, 12080): "", (60, 12080): "sm_60", (61, 12080): "sm_60",
-      (70, 12080): "sm_70,sm_70 large", (75, 12080): "sm_70,sm_70 large",
-      (80, 12080): "sm_80,sm_80 large", (86, 12080): "sm_80,sm_80 large",
-      (89, 12080): "sm_80,sm_80 large", (90, 12080): "sm_90,sm_90 large",
-      (90, 12000): "sm_90", (80, 12010): "sm_80,sm_80 large",
-      (100, 12080): "sm_100,sm_100 large", (103, 12090): "sm_100,sm_100 large",
-      (110, 12090): "compute_90 large", (110, 12000): "",
-      (120, 12080): "sm_120,sm_120 large", (121, 12090): "sm_120,sm_120 large",
-      (130, 13000): "compute_90 large"}
+      (70, 12080): all_kinds("sm_70"), (75, 12080): all_kinds("sm_70"),
+      (80, 12080): all_kinds("sm_80"), (86, 12080): all_kinds("sm_80"),
+      (89, 12080): all_kinds("sm_80"), (90, 12080): all_kinds("sm_90"),
+      (90, 12000): "sm_90", (80, 12010): all_kinds("sm_80"),
+      (100, 12080): all_kinds("sm_100"), (103, 12090): all_kinds("sm_100"),
+      (110, 12090): ptx, (110, 12000): "",
+      (120, 12080): all_kinds("sm_120"), (121, 12090): all_kinds("sm_120"),
+      (130, 13000): ptx}
   found = run_forks(LOAD, IMAGES, [
       {"WRAPOPT_FAKE_GPU_CC": str(cc), "WRAPOPT_FAKE_GPU_DRIVER": str(driver)}
       for cc, driver in wants])
@@ -487,7 +491,7 @@ def test_a_gpu_without_kernels(tmp_path):
 def test_the_command_tells_what_the_gpu_gets():
   process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
   assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA "
-          "12.8: sm_80, sm_80 large\n") in process.stdout
+          "12.8: sm_80, sm_80 large, sm_80 program\n") in process.stdout
 
 
 def optimize(mode, device, inner):

@@ -4,6 +4,7 @@ The devices are not needed: the tests inspect the input program of XLA's
 compiler for the device.
 """
 
+import os
 import re
 
 import pytest
@@ -12,6 +13,7 @@ import _xla_lower
 from tensorflow.core.framework import function_pb2
 from tensorflow.python.ops import handle_data_util
 
+from processes import run_python
 import wrapopt
 from wrapopt import _loader
 from wrapopt import _native
@@ -26,8 +28,11 @@ RULES = sorted(name for name, rule in _native.rules().items()
                if rule.is_update)
 
 
-def lower(function, device, *args, ahead_of_time=False):
-  """The HLO of a function of `args`, with its variables, for a device type."""
+def lower(function, device, *args, ahead_of_time=False, with_copies=False):
+  """The HLO of a function of `args`, with its variables, for a device type.
+
+  If `with_copies`, with those that XLA adds before it chooses buffers.
+  """
   concrete = tf.function(
       function, jit_compile=True).get_concrete_function(*args)
   library = function_pb2.FunctionDefLibrary()
@@ -43,7 +48,7 @@ def lower(function, device, *args, ahead_of_time=False):
       arguments.append((False, x.dtype.as_datatype_enum, x.shape.as_list()))
   return _xla_lower.lower(
       library.SerializeToString(), concrete.function_def.signature.name,
-      arguments, device, ahead_of_time)
+      arguments, device, ahead_of_time, with_copies)
 
 
 def check(hlo, op, written, device):
@@ -243,6 +248,137 @@ def test_what_is_compiled_ahead_of_time_calls_nothing_of_this_process():
         1, "XLA_CPU_JIT")
   with pytest.raises(AssertionError, match="custom-call"):
     check(lower(update, "XLA_CPU_JIT"), "Wrapopt>EmaUpdate", 1, "XLA_CPU_JIT")
+
+
+@pytest.fixture
+def calls_on_gpu(monkeypatch):
+  monkeypatch.setenv("WRAPOPT_XLA_ON_GPU", "call")
+
+
+def check_gpu_call(hlo, written, operands, rule):
+  """Asserts that a program for a GPU is one call, which copies nothing."""
+  found = instructions(hlo)
+  call, = [line for line in found if line[1] == "custom-call"]
+  assert 'custom_call_target="wrapopt_gpu_update"' in call[2]
+  assert f'backend_config={{rule = "{rule}"}}' in call[2]
+  assert "api_version=API_VERSION_TYPED_FFI" in call[2]
+  # Each result is in the buffer of an operand, which is a variable's.
+  aliases = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", call[2])[1]
+  assert sorted(int(n) for n in re.findall(r"\((\d+), \{\}\)", aliases)) == [
+      *range(2, 2 + written)]
+  assert len(re.findall(r"%[\w.-]+", call[2].split(")")[0])) == operands
+  assert hlo.split("\n", 1)[0].count("may-alias") == written
+  assert "copy" not in {opcode for _, opcode, _ in found}
+
+
+GPU_SHAPES = (SHAPE, (), (0,), (7,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("rule", RULES)
+def test_apply_as_a_call_on_a_gpu(rule, dtype, calls_on_gpu):
+  names, scalars = _native.rules()[rule].states, _native.rules()[rule].scalars
+  scalars = [s for s in scalars if not s.endswith("?")]
+
+  def row(of):
+    return [tf.Variable(tf.ones(shape, of)) for shape in GPU_SHAPES]
+
+  states = {name: row(dtype) for name in names}
+  shadows = [row(float32_where_narrow(dtype)) for _ in range(2)]
+
+  def step(grads, numbers, accept):
+    ops.apply(rule, states, grads, dict(zip(scalars, numbers)),
+              shadows=shadows, decay=[numbers[0], 0.5], accept=accept)
+
+  args = ([tf.ones(shape, dtype) for shape in GPU_SHAPES],
+          [tf.constant(0.5)] * len(scalars), tf.constant(True))
+  written = (len(names) + 2) * len(GPU_SHAPES)
+  check_gpu_call(lower(step, "XLA_GPU_JIT", *args, with_copies=True), written,
+                 2 + written + len(GPU_SHAPES), rule)
+  # For another device, and for another process.
+  check(lower(step, "XLA_TPU_JIT", *args), "Wrapopt>Apply", written,
+        "XLA_GPU_JIT")
+  check(lower(step, "XLA_GPU_JIT", *args, ahead_of_time=True), "Wrapopt>Apply",
+        written, "XLA_GPU_JIT")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_ema_update_as_a_call_on_a_gpu(dtype, calls_on_gpu):
+  values = variables(dtype, 2)
+  shadows = [variables(float32_where_narrow(dtype), 2) for _ in range(2)]
+  hlo = lower(lambda d: ops.ema_update(shadows, values, [0.9, d]),
+              "XLA_GPU_JIT", tf.constant(0.5), with_copies=True)
+  check_gpu_call(hlo, 4, 8, "")
+
+
+def test_what_a_call_on_a_gpu_leaves_to_xla(calls_on_gpu):
+  large = 2**22 + 1
+  values = [tf.Variable(tf.ones((n,))) for n in (large, 3, large, large - 1)]
+  shadows = [tf.Variable(tf.ones(v.shape)) for v in values]
+  rate = tf.constant(0.5)
+
+  def step(rate):
+    ops.apply("GradientDescent", {"var": values}, [rate * v for v in values],
+              {"lr": rate}, shadows=[shadows], decay=[rate])
+
+  for function, written in [
+      (step, 4),
+      (lambda rate: ops.ema_update([shadows], values, [rate]), 2)]:
+    hlo = lower(function, "XLA_GPU_JIT", rate)
+    call, = [rest for _, opcode, rest in instructions(hlo)
+             if opcode == "custom-call"]
+    # The variables of 3 and of 2**22 numbers.
+    aliases = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", call)[1]
+    assert aliases.count("(") == written
+    assert hlo.split("\n", 1)[0].count("may-alias") == 2 * written
+  # Sparse gradients, rows that lag behind and weighted sums.
+  table, average = variables(tf.float32, 1), variables(tf.float32, 1)
+  log_decays = variables(tf.float64, 1, (SHAPE[0] + 2,))
+  for op, function in [
+      ("Wrapopt>Apply", lambda rate: ops.apply(
+          "GradientDescent", {"var": table},
+          [tf.IndexedSlices(tf.ones((2, 3)), tf.constant([1, 4]), SHAPE)],
+          {"lr": rate}, shadows=[average], decay=[rate],
+          log_decays=[log_decays])),
+      ("Wrapopt>CatchUp", lambda rate: ops.catch_up(average, table,
+                                                    log_decays)),
+      ("Wrapopt>AveragingAssign", lambda rate: ops.averaging_assign(
+          average, [table], weights=[1.0], rate=rate)),
+  ]:
+    hlo = lower(function, "XLA_GPU_JIT", rate)
+    assert f'op_type="{op}"' in hlo
+    assert "custom-call" not in hlo
+
+
+ON_AMD = """
+import tensorflow as tf
+import xla_lowering_test as test
+
+assert tf.test.is_built_with_rocm()
+value, shadow = test.variables(tf.float32, 1), test.variables(tf.float32, 1)
+print(test.lower(lambda: test.ops.ema_update(shadow, value, 0.5),
+                 "XLA_GPU_JIT"))
+"""
+
+
+def test_a_tensorflow_for_amds_gpus_calls_nothing():
+  process = run_python(
+      "-c", ON_AMD, pythonpath=[os.path.dirname(__file__)],
+      LD_PRELOAD="tests/cc/built_with_rocm.so", WRAPOPT_XLA_ON_GPU="call")
+  assert process.returncode == 0, process.stderr
+  check(process.stdout, "Wrapopt>EmaUpdate", 1, "XLA_GPU_JIT")
+
+
+def test_the_choice_on_a_gpu_is_checked(monkeypatch):
+  value, shadow = variables(tf.float32, 1), variables(tf.float32, 1)
+  update = lambda: ops.ema_update(shadow, value, 0.5)
+  for choice, called in ("hlo", False), ("", False), ("call", True):
+    monkeypatch.setenv("WRAPOPT_XLA_ON_GPU", choice)
+    assert ("wrapopt_gpu_update" in lower(update, "XLA_GPU_JIT")) == called
+  monkeypatch.setenv("WRAPOPT_XLA_ON_GPU", "gpu")
+  with pytest.raises(RuntimeError, match="WRAPOPT_XLA_ON_GPU must be 'call' or "
+                     "'hlo', got 'gpu'"):
+    lower(update, "XLA_GPU_JIT")
 
 
 def test_no_op_is_left_out():

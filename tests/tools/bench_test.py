@@ -415,10 +415,14 @@ def test_command_of_a_result():
       "python -m wrapopt.bench keras --models 'a b'")
 
 
-def test_command_of_plain_hlo(monkeypatch):
+def test_command_of_a_choice(monkeypatch):
+  monkeypatch.setenv("WRAPOPT_XLA_ON_GPU", "call")
+  assert command._command(["step"]) == (
+      "WRAPOPT_XLA_ON_GPU=call python -m wrapopt.bench step")
   monkeypatch.setenv("WRAPOPT_XLA_ON_CPU", "hlo")
   assert command._command(["step"]) == (
-      "WRAPOPT_XLA_ON_CPU=hlo python -m wrapopt.bench step")
+      "WRAPOPT_XLA_ON_CPU=hlo WRAPOPT_XLA_ON_GPU=call "
+      "python -m wrapopt.bench step")
 
 
 def test_progress_is_printed_at_once(monkeypatch):

@@ -51,6 +51,7 @@ def test_ops_and_their_devices(out):
 def test_the_gpu_kernels(out):
   assert ("  GPU kernels  sm_60, sm_70, sm_80, sm_90, sm_100, sm_120, "
           "sm_70 large, ") in out
+  assert ", sm_120 program, compute_90 large, compute_90 program\n" in out
   assert re.search(r"  GPU( \d+)? +\S", out)
 
 

@@ -87,9 +87,10 @@ def _command(argv):
   if "--json" in words:
     at = words.index("--json")
     del words[at:at + 2]
-  mode = os.environ.get("WRAPOPT_XLA_ON_CPU")
-  return " ".join(filter(None, [mode and f"WRAPOPT_XLA_ON_CPU={mode}",
-                                "python -m wrapopt.bench", shlex.join(words)]))
+  chosen = [f"{name}={os.environ[name]}" for name in (
+      "WRAPOPT_XLA_ON_CPU", "WRAPOPT_XLA_ON_GPU") if os.environ.get(name)]
+  return " ".join(filter(None, [*chosen, "python -m wrapopt.bench",
+                                shlex.join(words)]))
 
 
 if __name__ == "__main__":

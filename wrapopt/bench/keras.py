@@ -18,9 +18,11 @@ in these modes, each in a process of its own:
             TPU, where `jit_compile` is Keras's default, but run on a CPU
   gpu       what Keras does by default on a machine with a GPU: `jit_compile`
             on the GPU
+  gpu_call  the same with `WRAPOPT_XLA_ON_GPU=call`: XLA's program calls
+            wrapopt's kernels
   gpu_ops   on the GPU without `jit_compile`
 
-The last two need a GPU; by default they run only if TensorFlow finds one.
+The last three need a GPU; by default they run only if TensorFlow finds one.
 
 A step is a call of the function that `fit` calls for each batch, with an
 iterator like `fit`'s: it takes a batch from the dataset, and does the forward
@@ -47,7 +49,9 @@ _PLAIN, _USE_EMA, _ONE, _THREE = CONTENDERS = (
     "plain", "use_ema", "wrapopt, K = 1", "wrapopt, K = 3")
 _DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999]}
 _MIRRORED, _JIT, _HLO, _GPU = "mirrored", "jit", "hlo", "gpu"
-_ON_GPU = (_GPU, "gpu_ops")
+_GPU_CALL = "gpu_call"
+_ON_GPU = (_GPU, _GPU_CALL, "gpu_ops")
+_JITS = (_JIT, _HLO, _GPU, _GPU_CALL)
 MODES = ("cpu", _MIRRORED, _JIT, _HLO, *_ON_GPU)
 
 
@@ -156,6 +160,7 @@ _steps: dict = {}  # {contender: function that takes a step}, of the model now.
 def _set_up(mode):
   """Prepares a process for a mode, before TensorFlow starts."""
   os.environ["WRAPOPT_XLA_ON_CPU"] = "hlo" if mode == _HLO else "call"
+  os.environ["WRAPOPT_XLA_ON_GPU"] = "call" if mode == _GPU_CALL else "hlo"
   if mode not in _ON_GPU:
     tf.config.set_visible_devices([], "GPU")
   tf.get_logger().setLevel("ERROR")  # A train function a model is no retracing.
@@ -192,7 +197,7 @@ def _prepare(mode, layers, data, loss, optimizer):
   for contender in CONTENDERS:
     with _strategy(mode).scope():
       models[contender] = model = _compiled(
-          contender, layers, batch, loss, optimizer, mode in (_JIT, _HLO, _GPU))
+          contender, layers, batch, loss, optimizer, mode in _JITS)
     _steps[contender], first_steps[contender] = _first_step(model, batch)
   _check_same_training(models, _steps)
   return (f"{len(model.trainable_variables)} variables, "
