@@ -89,8 +89,9 @@ def pytest_test(
       src: the file.
       name: the target's name, by default the file's.
       nightly: cases that run at night alone, as an expression of pytest's -k;
-        "all" for all of them. Of the others, the target has those of the day:
-        see cases.py. X_nightly_test has what it leaves out.
+        "all" for all of them, "none" if nothing does. Otherwise the target has
+        of the others those of the day, see cases.py, and X_nightly_test has
+        what it leaves out.
       args: arguments of pytest.
       tags: as of any test.
       **kwargs: as of _pytest_test.
@@ -98,7 +99,7 @@ def pytest_test(
     name = name or src[:-len(".py")]
     if nightly == "all":
         tags = tags + _NIGHTLY
-    else:
+    elif nightly != "none":
         if nightly:
             args = args + ["-k='not (%s)'" % nightly]
         _pytest_test(
