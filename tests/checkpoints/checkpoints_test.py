@@ -644,7 +644,7 @@ def refused(tmp_path, error, match, function, *args, **kwargs):
     ({"blend": 0.5, "base": "two"}, "must be the path of one checkpoint, got"),
     ({"decay_steps": 3}, "must be given with `decay`, got 3 and None"),
     ({"decay": "linear", "weights": [1, 1]}, "must be None with `decay`"),
-    ({"copy_rest": True}, "`copy_rest` must be False but for models in folders"),
+    ({"copy_rest": True}, "`copy_rest` must be False but for models in folder"),
     ({"max_shard_size": 9}, "`max_shard_size` must be None for .* files, .* 9")
 ])
 def test_arguments_that_are_refused(given, match, two, tmp_path):

@@ -6,7 +6,8 @@ In jobs of two servers and some workers, random processes are killed or stopped,
 and their links go down, as a Poisson process. Step efficiency is the number of
 inner steps that ended in a center, over that of a job without faults at the
 same time. For each rate, jobs of all sizes run at once. Workers mostly sleep in
-their inner steps, as if another device computed, so all may share a machine.
+their inner steps, as if another device computed, so some jobs may share a
+machine: two processors have enough of two jobs of four workers.
 Killed processes start again at once: in half of the jobs by a fork, and in half
 of them they sleep before for as long as a process needs to import TensorFlow.
 
@@ -30,6 +31,7 @@ import numpy as np
 
 import chaos_link
 import local_job
+import local_worker
 from wrapopt.bench import hosts
 
 ROUND_SECS = 3.0
@@ -145,6 +147,8 @@ class Result:
 
   Attributes:
     rate: Inner steps in a center, per second.
+    pace: The same, over that of rounds that take as long as their steps. If it
+      is far below 1 without faults, the machine has too many jobs.
     recoveries: For each worker that was killed, the rounds until it counts: 1
       if it counts in the first one after it has taken the center.
     commits: For each fault and survivor, the seconds until it counts.
@@ -160,6 +164,8 @@ class Result:
     self.faults, self.ends = chaos.faults, chaos.ends
     steps, secs = books.steps(chaos.begun, chaos.until)
     self.rate = steps / secs
+    self.pace = self.rate * ROUND_SECS / sum(
+        map(local_worker.weight, chaos._job.names))
     self.recoveries, self.commits = [], []
     of = {}
     for line in sorted(lines, key=lambda line: line["time"]):
@@ -199,6 +205,7 @@ class Result:
     return [f"{kinds.count('kill')} / {kinds.count('pause')} / "
             f"{kinds.count('cut')}", len(self.ends),
             f"{100 * self.rate / control.rate:.1f} %",
+            f"{control.pace:.2f}",
             " ".join(f"{n}: {self.recoveries.count(n)}"
                      for n in sorted({*self.recoveries})) or "-",
             f"{np.median(self.commits):.1f}" if self.commits else "-",
@@ -237,8 +244,9 @@ def main(argv=None):
     args.start_secs = [0, import_secs()]
   print(vars(args), flush=True)
   print("| faults an hour | workers | start | kills / pauses / cuts | ended | "
-        "efficiency | recovery (rounds: times) | next commit: median, s | "
-        "most, s | momenta lost | unseen |", flush=True)
+        "efficiency | pace without faults | recovery (rounds: times) | "
+        "next commit: median, s | most, s | momenta lost | unseen |",
+        flush=True)
   for rate in args.rates:
     cases = list(itertools.product(args.start_secs, args.workers))
     with futures.ThreadPoolExecutor(len(cases) + len(args.workers)) as pool:
