@@ -91,9 +91,9 @@ _STYLES = {"alone": "C7:", "all data": "k:", "synchronous": "C2--",
            "fragments": "C4-", "overlap": "C5-", "streaming": "C6.-"}
 WAYS = tuple(_STYLES)
 
-# What is tuned, in as many runs for each way: the learning rate of Adam, as a
-# multiple of the task's, and how fast the center moves. That is the outer rate
-# of DiLoCo, or the moving rate of elastic averaging, of all workers.
+# Eight runs tune each way. They choose the learning rate of Adam, as a multiple
+# of the task's, and how fast the center moves: by the outer rate of DiLoCo, or
+# by the moving rate of elastic averaging, of all workers together.
 _SETTINGS: dict[str, list[tuple]] = {
     way: [(2.0**i,) for i in range(-2, 6)] for way in WAYS}
 for _way in _DILOCO:

@@ -140,7 +140,7 @@ def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
                               for of in ("tried", "admitted", "dropped"))
   _command.print_table(
       f"after {sum(admitted)} updates with a limit of {limit}: "
-      # Of the worker that ends last.
+      # The worker that ends last has measured the accuracy.
       f"{found[-1]['accuracy']:.2%} of the held-out scans are right",
       ["worker", "gradients", "admitted", "dropped"],
       zip(names, tried, admitted, dropped))

@@ -59,7 +59,7 @@ class Inside:
 
 
 class InnerAttributes:
-  """What a wrapper has of the optimizer inside, beside its step and state."""
+  """The attributes and methods that a wrapper takes from the one inside."""
 
   built: bool
   _inside: Inside

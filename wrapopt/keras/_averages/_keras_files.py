@@ -15,7 +15,7 @@ from wrapopt.keras._variables import path_of
 
 
 class InKerasFiles(KerasSaveable):
-  """What of a `_state.State` writes and reads Keras's files.
+  """The methods of a `_state.State` that write and read Keras's files.
 
   In a file of earlier versions, the index of an average alone tells whose it
   is. If the optimizer is not built, a copy of what Keras loads waits for the
