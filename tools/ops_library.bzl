@@ -66,12 +66,22 @@ def native_library(name, **kwargs):
 def tf_python_module(name, **kwargs):
     """A Python module in C++, for a process that has imported TensorFlow.
 
-    `name` is PYBIND11_MODULE's, and `.so`. It finds Python's symbols in the
-    interpreter, hence no -z defs.
+    It finds Python's symbols in the interpreter, hence no -z defs.
+
+    Args:
+      name: the target for those who import it; the module has a `_` before.
+      **kwargs: as of a cc_binary.
     """
+    library = "_%s.so" % name
     _shared_library(
-        name,
+        library,
         inputs = _TENSORFLOW,
-        linkopts = ["$(location %s)" % library for library in _TENSORFLOW],
+        linkopts = ["$(location %s)" % file for file in _TENSORFLOW],
         **kwargs
+    )
+    native.py_library(
+        name = name,
+        testonly = kwargs.get("testonly", False),
+        data = [library],
+        imports = ["."],
     )
