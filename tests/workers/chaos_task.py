@@ -225,8 +225,7 @@ def _train(task, build, index, folder, log):
         try:
           entry = values(session.run(fetches))
         except tf.errors.CancelledError as e:
-          # TensorFlow's error of some steps whose server went away. It makes
-          # the session anew for others only: for that of the next call.
+          # See sessions.again.
           log("lost", error=str(e))
           continue
         log("step", **entry)

@@ -4,6 +4,7 @@ import time
 
 import tensorflow as tf
 
+import sessions
 import wrapopt
 
 tf1 = tf.compat.v1
@@ -72,7 +73,8 @@ def values(task, prefix):
   del task
   session, _, fetches = _open[prefix]
   with session.graph.as_default():
-    return tf.nest.map_structure(float, session.run(fetches))
+    got = sessions.again(lambda: session.run(fetches))
+    return tf.nest.map_structure(float, got)
 
 
 def devices(task, prefix):

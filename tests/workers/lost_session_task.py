@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+import sessions
 import wrapopt
 
 tf1 = tf.compat.v1
@@ -42,7 +43,7 @@ def seeded(task):
   del task
   session, opt, state = _open["session"], _open["opt"], _open["state"]
   with session.graph.as_default():
-    opt.seed_averages(session)
+    sessions.again(lambda: opt.seed_averages(session))
     return [x.item() for x in session.run(state)]
 
 

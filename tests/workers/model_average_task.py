@@ -6,6 +6,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
+import sessions
 import wrapopt
 from wrapopt._v1._graphs import _sessions
 
@@ -107,12 +108,7 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
         if hold and i in hold:
           while not os.path.exists(hold[i]):
             time.sleep(0.02)
-        try:
-          session.run(train_ops)
-        except tf.errors.CancelledError:
-          # TensorFlow's error of some steps whose server went away. It makes
-          # the session anew for others only: for that of the next call.
-          session.run(train_ops)
+        sessions.again(lambda: session.run(train_ops))
         report(session)
   return log
 
