@@ -11,9 +11,8 @@
 #include "absl/strings/string_view.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
+#include "cc/ops/with_ref.h"
 #include "cc/rules/rules.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
@@ -144,7 +143,32 @@ absl::Status ApplyShape(InferenceContext* c, bool ref) {
   return absl::OkStatus();
 }
 
-constexpr char kApplyDoc[] = R"doc(
+}  // namespace
+
+const bool apply_defined = RegisterWithRef(
+    "Wrapopt>Apply", ApplyShape, [](auto& op, bool ref) {
+      op.Input(ref ? "variables: Ref(V)" : "variables: NV * resource");
+      op.Input("grad: N * G");
+      op.Input("indices: NI * I");
+      op.Input("scalars: double");
+      op.Input("decays: double");
+      op.Input("accept: bool");
+      op.Attr("rule: string");
+      op.Attr(ref ? "V: list(" WRAPOPT_NUMBER_TYPES ") >= 1" : "NV: int >= 1");
+      op.Attr("N: int >= 1");
+      op.Attr("NI: int >= 0");
+      op.Attr("NK: int >= 0");
+      if (!ref) op.Attr("NL: int >= 0 = 0");
+      op.Attr("T: " WRAPOPT_NUMBER_TYPES);
+      op.Attr("G: " WRAPOPT_NUMBER_TYPES);
+      // With defaults, because there may be none to infer them from.
+      op.Attr("I: {int32, int64} = DT_INT64");
+      op.Attr("S: " WRAPOPT_NUMBER_TYPES " = DT_FLOAT");
+      op.Attr("use_locking: bool = true");
+      op.Attr("policy: {''} = ''");
+      op.Attr("NO: int = 0");
+      op.Attr("O: type = DT_FLOAT");
+      const std::string doc = R"doc(
 Updates variables by their gradients and averages the result, in one pass over
 memory.
 
@@ -170,53 +194,12 @@ S: dtype of the averages: T, or float if T is half or bfloat16.
 use_locking: Whether the variables are locked against other updates.
 policy, NO, O: Only these values: graphs in older files name them.
 )doc";
-
-constexpr char kLazyDoc[] = R"doc(
+      // Ref variables have no rows that lag behind.
+      op.Doc(ref ? doc : doc + (R"doc(
 NL: 0: each step moves all rows of the averages. Or N * K, one log decay for
   each average: a step moves only the rows that it touches, see CatchUp. Must be
   0 for a rule that changes all rows.
-)doc";
-
-tensorflow::OpDefBuilder ApplyBuilder(bool ref) {
-  tensorflow::OpDefBuilder op(ref ? "Wrapopt>ApplyRef" : "Wrapopt>Apply");
-  op.Input(ref ? "variables: Ref(V)" : "variables: NV * resource");
-  op.Input("grad: N * G");
-  op.Input("indices: NI * I");
-  op.Input("scalars: double");
-  op.Input("decays: double");
-  op.Input("accept: bool");
-  op.Attr("rule: string");
-  op.Attr(ref ? "V: list(" WRAPOPT_NUMBER_TYPES ") >= 1" : "NV: int >= 1");
-  op.Attr("N: int >= 1");
-  op.Attr("NI: int >= 0");
-  op.Attr("NK: int >= 0");
-  if (!ref) op.Attr("NL: int >= 0 = 0");
-  op.Attr("T: " WRAPOPT_NUMBER_TYPES);
-  op.Attr("G: " WRAPOPT_NUMBER_TYPES);
-  // With defaults, because there may be none to infer them from.
-  op.Attr("I: {int32, int64} = DT_INT64");
-  op.Attr("S: " WRAPOPT_NUMBER_TYPES " = DT_FLOAT");
-  op.Attr("use_locking: bool = true");
-  op.Attr("policy: {''} = ''");
-  op.Attr("NO: int = 0");
-  op.Attr("O: type = DT_FLOAT");
-  op.SetIsStateful();
-  op.SetShapeFn([ref](InferenceContext* c) { return ApplyShape(c, ref); });
-  op.Doc(absl::StrCat(kApplyDoc, ref ? "" : kLazyDoc + 1));
-  return op;
-}
-
-}  // namespace
-
-const bool apply_defined = [] {
-  for (const bool ref : {false, true}) {
-    const auto op = ApplyBuilder(ref);
-    tensorflow::OpRegistry::Global()->Register(
-        [op](tensorflow::OpRegistrationData* data) {
-          return op.Finalize(data);
-        });
-  }
-  return true;
-}();
+)doc" + 1));
+    });
 
 }  // namespace wrapopt

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
-#include "tensorflow/core/framework/op.h"
+#include "cc/ops/with_ref.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -184,7 +184,24 @@ absl::Status AveragingAssignShape(InferenceContext* c, bool ref) {
   return absl::OkStatus();
 }
 
-constexpr char kAveragingAssignDoc[] = R"doc(
+}  // namespace
+
+const bool averaging_assign_defined = RegisterWithRef(
+    "Wrapopt>AveragingAssign", AveragingAssignShape, [](auto& op, bool ref) {
+      op.Input(ref ? "targets: Ref(TT)" : "targets: NT * resource");
+      op.Input(ref ? "sources: Ref(ST)" : "sources: NS * resource");
+      op.Input("tensors: V");
+      op.Input("weights: double");
+      op.Input("rate: double");
+      op.Attr("N: int >= 1");
+      if (!ref) op.Attr("NT: int >= 1");
+      if (!ref) op.Attr("NS: int >= 0");
+      op.Attr("T: " WRAPOPT_NUMBER_TYPES);
+      if (ref) op.Attr("TT: list(" WRAPOPT_NUMBER_TYPES ") >= 1");
+      if (ref) op.Attr("ST: list(" WRAPOPT_NUMBER_TYPES ") >= 0");
+      op.Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 0");
+      op.Attr("use_locking: bool = true");
+      op.Doc(R"doc(
 Moves variables towards the weighted sum of others, in place.
 
 For each of N variables, the weighted sum of its sources
@@ -214,45 +231,7 @@ rate: A scalar in [0, 1]. 1 assigns the sum, whatever the target held. 0 changes
 T: dtype of the variables. If it is half or bfloat16, rows may have dtype float.
 V: dtypes of the tensors.
 use_locking: Whether the variables are locked against other updates.
-)doc";
-
-}  // namespace
-
-REGISTER_OP("Wrapopt>AveragingAssign")
-    .Input("targets: NT * resource")
-    .Input("sources: NS * resource")
-    .Input("tensors: V")
-    .Input("weights: double")
-    .Input("rate: double")
-    .Attr("N: int >= 1")
-    .Attr("NT: int >= 1")
-    .Attr("NS: int >= 0")
-    .Attr("T: " WRAPOPT_NUMBER_TYPES)
-    .Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
-    .Attr("use_locking: bool = true")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      return AveragingAssignShape(c, false);
-    })
-    .Doc(kAveragingAssignDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>AveragingAssignRef")
-    .Input("targets: Ref(TT)")
-    .Input("sources: Ref(ST)")
-    .Input("tensors: V")
-    .Input("weights: double")
-    .Input("rate: double")
-    .Attr("N: int >= 1")
-    .Attr("T: " WRAPOPT_NUMBER_TYPES)
-    .Attr("TT: list(" WRAPOPT_NUMBER_TYPES ") >= 1")
-    .Attr("ST: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
-    .Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
-    .Attr("use_locking: bool = true")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      return AveragingAssignShape(c, true);
-    })
-    .Doc(kAveragingAssignDoc);
+)doc");
+    });
 
 }  // namespace wrapopt

@@ -16,57 +16,25 @@ namespace {
 
 using tensorflow::shape_inference::InferenceContext;
 
-// Checks the first inputs, "rounds" and "known".
-absl::Status CheckRounds(InferredInputs* inputs) {
-  TF_RETURN_IF_ERROR(inputs->FindScalar("rounds"));
-  tensorflow::PartialTensorShape known;
-  TF_RETURN_IF_ERROR(inputs->FindTensor("known", &known));
-  return CheckKnown(known);
-}
-
-absl::Status OuterStepShape(InferenceContext* c) {
-  c->set_output(0, c->Vector(2));
-  InferredInputs inputs(c);
-  TF_RETURN_IF_ERROR(CheckRounds(&inputs));
-  TF_RETURN_IF_ERROR(inputs.FindScalar("learning_rate"));
-  TF_RETURN_IF_ERROR(inputs.FindScalar("momentum"));
-  return inputs.FindScalar("stepped");
-}
-
 absl::Status MeanShape(InferenceContext* c) {
   c->set_output(0, c->Vector(2));
   InferredInputs inputs(c);
-  TF_RETURN_IF_ERROR(CheckRounds(&inputs));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("rounds"));
+  tensorflow::PartialTensorShape known;
+  TF_RETURN_IF_ERROR(inputs.FindTensor("known", &known));
+  TF_RETURN_IF_ERROR(CheckKnown(known));
   std::vector<int64_t> sizes;
   TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
   return CheckGroups(sizes, c->num_inputs() - 2);
 }
 
-absl::Status CenterShape(InferenceContext* c) {
-  c->set_output(0, c->Vector(2));
-  c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
-  InferredInputs inputs(c);
-  for (const char* const name :
-       {"rounds", "worker", "index", "count", "timeout_secs"}) {
-    TF_RETURN_IF_ERROR(inputs.FindScalar(name));
-  }
-  const tensorflow::Tensor* const timeout_secs = inputs.Constant();
-  return timeout_secs ? CheckTimeout(timeout_secs->scalar<double>()())
-                      : absl::OkStatus();
-}
-
 }  // namespace
 
-REGISTER_OP("Wrapopt>AveragingOuterStep")
-    .Input("rounds: resource")
-    .Input("known: string")
-    .Input("learning_rate: double")
-    .Input("momentum: double")
-    .Input("stepped: int64")
-    .Output("place: int64")
-    .SetIsStateful()
-    .SetShapeFn(OuterStepShape)
-    .Doc(R"doc(
+const bool outer_step_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingOuterStep",
+    {"rounds: resource", "known: string", "learning_rate: double",
+     "momentum: double", "stepped: int64"},
+    {{"place: int64", {2}}}, R"doc(
 Ends a round with an outer step of the center, which the rounds hold.
 
 In one pass over memory,
@@ -123,19 +91,11 @@ sizes: For each vector of the rounds, the number of its variables, in the order
 place: [2] the round that is open after the op, and its generation.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingCenter")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("index: int64")
-    .Input("count: int64")
-    .Input("timeout_secs: double")
-    .Output("place: int64")
-    .Output("value: T")
-    .Attr("T: {float, double, uint8}")
-    .Attr("what: {'center', 'velocities', 'errors', 'codes'} = 'center'")
-    .SetIsStateful()
-    .SetShapeFn(CenterShape)
-    .Doc(R"doc(
+const bool center_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingCenter",
+    {"rounds: resource", "worker: string", "index: int64", "count: int64",
+     "timeout_secs: double"},
+    {{"place: int64", {2}}, {"value: T", {-1}}}, R"doc(
 Reads vectors of the center, or what belongs to them.
 
 A server replies to four workers at a time, so that its memory does not grow
@@ -154,6 +114,8 @@ what: If it is "velocities", those of the outer steps. "errors" and "codes" are
   there if codes travel: what codes have lost, and those of the last round,
   which tell a worker that holds the center of the round before how to get to
   this one. There are none after Wrapopt>AveragingRestore.
-)doc");
+)doc",
+    {"T: {float, double, uint8}",
+     "what: {'center', 'velocities', 'errors', 'codes'} = 'center'"});
 
 }  // namespace wrapopt

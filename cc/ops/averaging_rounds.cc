@@ -92,29 +92,24 @@ absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count) {
 
 namespace {
 
-// A shape function that checks inputs in their order: scalars, but for "place"
-// and "known". Outputs are scalars, but for these `vectors`, such as `known`.
-tensorflow::OpShapeInferenceFn Takes(std::vector<const char*> names,
-                                     std::vector<int> vectors = {}) {
-  return [=](InferenceContext* c) -> absl::Status {
-    for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Scalar());
-    for (const int i : vectors) {
-      c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
+// Checks inputs in their order.
+absl::Status CheckInputs(const std::vector<std::string>& specs,
+                         InferenceContext* c) {
+  InferredInputs inputs(c);
+  for (const absl::string_view spec : specs) {
+    const std::string name(spec.substr(0, spec.find(':')));
+    if (name == "values") continue;  // A list, of the kernel.
+    PartialTensorShape shape;
+    TF_RETURN_IF_ERROR(inputs.FindTensor(name.c_str(), &shape));
+    TF_RETURN_IF_ERROR(name == "place"   ? CheckPlace(shape)
+                       : name == "known" ? CheckKnown(shape)
+                                         : CheckScalar(name, shape));
+    const tensorflow::Tensor* const value = inputs.Constant();
+    if (name == "timeout_secs" && value != nullptr) {
+      TF_RETURN_IF_ERROR(CheckTimeout(value->scalar<double>()()));
     }
-    InferredInputs inputs(c);
-    for (const absl::string_view name : names) {
-      PartialTensorShape shape;
-      TF_RETURN_IF_ERROR(inputs.FindTensor(name.data(), &shape));
-      TF_RETURN_IF_ERROR(name == "place"   ? CheckPlace(shape)
-                         : name == "known" ? CheckKnown(shape)
-                                           : CheckScalar(name, shape));
-      const tensorflow::Tensor* const value = inputs.Constant();
-      if (name == "timeout_secs" && value != nullptr) {
-        TF_RETURN_IF_ERROR(CheckTimeout(value->scalar<double>()()));
-      }
-    }
-    return absl::OkStatus();
-  };
+  }
+  return absl::OkStatus();
 }
 
 absl::Status RoundsShape(InferenceContext* c) {
@@ -131,20 +126,30 @@ absl::Status RoundsShape(InferenceContext* c) {
   return CheckTravels(travels, dtypes, holds_center);
 }
 
-absl::Status StateShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(Takes({"rounds"}, {1, 3})(c));
-  c->set_output(0, c->Vector(2));
-  c->set_output(2, c->Vector(5));
-  return absl::OkStatus();
-}
-
-absl::Status ListShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(Takes({}, {0, 1})(c));
-  c->set_output(2, c->Matrix(InferenceContext::kUnknownDim, 5));
-  return absl::OkStatus();
-}
-
 }  // namespace
+
+bool RegisterRoundsOp(const char* name, const std::vector<std::string>& inputs,
+                      const std::vector<RoundsOutput>& outputs, const char* doc,
+                      const std::vector<std::string>& attrs) {
+  tensorflow::OpDefBuilder op(name);
+  for (const std::string& spec : inputs) op.Input(spec);
+  for (const RoundsOutput& output : outputs) op.Output(output.spec);
+  for (const std::string& spec : attrs) op.Attr(spec);
+  op.SetIsStateful();
+  op.SetShapeFn([=](InferenceContext* c) -> absl::Status {
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      tensorflow::shape_inference::ShapeHandle shape;
+      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(
+          PartialTensorShape(outputs[i].shape), &shape));
+      c->set_output(i, shape);
+    }
+    return CheckInputs(inputs, c);
+  });
+  op.Doc(doc);
+  tensorflow::OpRegistry::Global()->Register(
+      [op](tensorflow::OpRegistrationData* data) { return op.Finalize(data); });
+  return true;
+}
 
 REGISTER_OP("Wrapopt>AveragingRounds")
     .Output("rounds: resource")
@@ -218,15 +223,10 @@ shared_name: Ops with the same name on the same device share the rounds, in all
   graphs, sessions and processes. If empty, the rounds are not shared.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingJoin")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("process: int64")
-    .Input("resumes: bool")
-    .Output("workers: int64")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "worker", "process", "resumes"}))
-    .Doc(R"doc(
+const bool join_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingJoin",
+    {"rounds: resource", "worker: string", "process: int64", "resumes: bool"},
+    {{"workers: int64"}}, R"doc(
 Makes a worker known by its name, at the server that leads.
 
 Rounds know the workers that have joined or entered. The op fails if another
@@ -240,21 +240,11 @@ resumes: Whether the worker resumes. Then it takes its name from another
 workers: The number of workers that are known now and have not left.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingEnter")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("process: int64")
-    .Input("place: int64")
-    .Input("most_turns: int64")
-    .Input("turn_secs: double")
-    .Input("timeout_secs: double")
-    .Output("turn: int64")
-    .Output("known: string")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "worker", "process", "place", "most_turns",
-                       "turn_secs", "timeout_secs"},
-                      {1}))
-    .Doc(R"doc(
+const bool enter_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingEnter",
+    {"rounds: resource", "worker: string", "process: int64", "place: int64",
+     "most_turns: int64", "turn_secs: double", "timeout_secs: double"},
+    {{"turn: int64"}, {"known: string", {-1}}}, R"doc(
 Waits for a turn to send values to the open round, at the server that leads.
 
 If a worker enters again, its wait or its turn is over.
@@ -275,20 +265,11 @@ turn: Its number, or -1 if the values are not wanted: another round is open, it
 known: [1 + M] what the lead knows, with this turn and place.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingStage")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("known: string")
-    .Input("weight: double")
-    .Input("count: int64")
-    .Input("first: int64")
-    .Input("values: T")
-    .Output("accepted: bool")
-    .Attr("T: list({" WRAPOPT_NUMBER_NAMES "uint8}) >= 0")
-    .SetIsStateful()
-    .SetShapeFn(
-        Takes({"rounds", "worker", "known", "weight", "count", "first"}))
-    .Doc(R"doc(
+const bool stage_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingStage",
+    {"rounds: resource", "worker: string", "known: string", "weight: double",
+     "count: int64", "first: int64", "values: T"},
+    {{"accepted: bool"}}, R"doc(
 Sends some of a worker's values to a server.
 
 They are no part of the round until the worker arrives. The server also follows
@@ -314,17 +295,13 @@ values: Vectors, of the dtypes and sizes of the center's; but for a center to
   not copied.
 accepted: False if another round is open, it is closed, the turn is over, or the
   worker's values are part of the round.
-)doc");
+)doc",
+    {"T: list({" WRAPOPT_NUMBER_NAMES "uint8}) >= 0"});
 
-REGISTER_OP("Wrapopt>AveragingArrive")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("known: string")
-    .Output("accepted: bool")
-    .Output("known_now: string")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "worker", "known"}, {1}))
-    .Doc(R"doc(
+const bool arrive_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingArrive",
+    {"rounds: resource", "worker: string", "known: string"},
+    {{"accepted: bool"}, {"known_now: string", {-1}}}, R"doc(
 Makes a worker a member of the open round, at the server that leads.
 
 All of its values must be on all servers. The server adds them to its mean, and
@@ -337,14 +314,10 @@ accepted: False if another round is open, it is closed, or the turn is over.
 known_now: [1 + M] what the lead knows now.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingRelease")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("turn: int64")
-    .Output("was_alive: bool")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "worker", "turn"}))
-    .Doc(R"doc(
+const bool release_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingRelease",
+    {"rounds: resource", "worker: string", "turn: int64"},
+    {{"was_alive: bool"}}, R"doc(
 Lets other workers read or send values, in place of one that has ended.
 
 A worker calls it when it has read all that it needs from a server, and at the
@@ -356,13 +329,10 @@ turn: A scalar, the turn from Wrapopt>AveragingEnter, or -1.
 was_alive: False if the turn was over.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingFollow")
-    .Input("rounds: resource")
-    .Input("known: string")
-    .Output("accepted: bool")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "known"}))
-    .Doc(R"doc(
+const bool follow_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingFollow",
+    {"rounds: resource", "known: string"},
+    {{"accepted: bool"}}, R"doc(
 Tells a server that does not lead what the lead knows.
 
 The server adds the values of members to its mean, and drops those of turns that
@@ -373,18 +343,11 @@ known: [1 + M] from another of these ops at the server that leads.
 accepted: False if another round is open.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingClose")
-    .Input("rounds: resource")
-    .Input("place: int64")
-    .Input("min_workers: int64")
-    .Input("timeout_secs: double")
-    .Input("grace_secs: double")
-    .Output("known: string")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "place", "min_workers", "timeout_secs",
-                       "grace_secs"},
-                      {0}))
-    .Doc(R"doc(
+const bool close_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingClose",
+    {"rounds: resource", "place: int64", "min_workers: int64",
+     "timeout_secs: double", "grace_secs: double"},
+    {{"known: string", {-1}}}, R"doc(
 Waits until a round is closed, at the server that leads.
 
 A round is closed once all workers are members. It is also closed once the
@@ -408,16 +371,11 @@ known: [1 + M] the members, sorted, also of the last round that has ended; none
   of other rounds.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingRestore")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("from_generation: int64")
-    .Input("place: int64")
-    .Input("job: int64")
-    .Output("restored: bool")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "worker", "from_generation", "place", "job"}))
-    .Doc(R"doc(
+const bool restore_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingRestore",
+    {"rounds: resource", "worker: string", "from_generation: int64",
+     "place: int64", "job: int64"},
+    {{"restored: bool"}}, R"doc(
 Begins a new generation of a server's rounds, with the center of a worker.
 
 The worker has sent the center by Wrapopt>AveragingStage, with this place, and
@@ -436,14 +394,10 @@ job: A scalar, the number of the job that trains the center; 0 if unknown.
 restored: Whether the generation has begun.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingLeave")
-    .Input("rounds: resource")
-    .Input("worker: string")
-    .Input("process: int64")
-    .Output("has_left: bool")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"rounds", "worker", "process"}))
-    .Doc(R"doc(
+const bool leave_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingLeave",
+    {"rounds: resource", "worker: string", "process: int64"},
+    {{"has_left: bool"}}, R"doc(
 Tells that a worker takes part in rounds no more, at the server that leads.
 
 Rounds do not wait for it. Its turn and its wait for one are over; if it is a
@@ -457,16 +411,11 @@ process: The process that has the name; 0 to tell a server that was restarted of
 has_left: Whether the worker has left. False if another process has its name.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingState")
-    .Input("rounds: resource")
-    .Output("place: int64")
-    .Output("known: string")
-    .Output("numbers: int64")
-    .Output("left: string")
-    .Attr("worker: string = ''")
-    .SetIsStateful()
-    .SetShapeFn(StateShape)
-    .Doc(R"doc(
+const bool state_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingState",
+    {"rounds: resource"},
+    {{"place: int64", {2}}, {"known: string", {-1}}, {"numbers: int64", {5}},
+     {"left: string", {-1}}}, R"doc(
 The state of averaging rounds.
 
 rounds: From Wrapopt>AveragingRounds.
@@ -479,15 +428,14 @@ numbers: [5] the number of vectors of the center that the rounds hold, the
 left: [L] the names of the workers that have left, sorted.
 worker: The name of a worker that starts, for which the rounds wait from now on;
   "" for none.
-)doc");
+)doc",
+    {"worker: string = ''"});
 
-REGISTER_OP("Wrapopt>AveragingList")
-    .Output("names: string")
-    .Output("settings: string")
-    .Output("numbers: int64")
-    .SetIsStateful()
-    .SetShapeFn(ListShape)
-    .Doc(R"doc(
+const bool list_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingList",
+    {},
+    {{"names: string", {-1}}, {"settings: string", {-1}},
+     {"numbers: int64", {-1, 5}}}, R"doc(
 Lists the R averaging rounds that hold a center, of all jobs of a server.
 
 The rounds are those in the default container.
@@ -499,12 +447,10 @@ numbers: [R, 5] the open round, its generation, the job that trains the center,
   its velocities.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingDrop")
-    .Input("shared_name: string")
-    .Output("dropped: bool")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"shared_name"}))
-    .Doc(R"doc(
+const bool drop_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingDrop",
+    {"shared_name: string"},
+    {{"dropped: bool"}}, R"doc(
 Drops averaging rounds that Wrapopt>AveragingList lists, with their center.
 
 Waits of workers end with an error. The next Wrapopt>AveragingRounds of the name
@@ -514,22 +460,19 @@ shared_name: A scalar, that of the rounds.
 dropped: False if there are no such rounds.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingClock")
-    .Output("secs: double")
-    .SetIsStateful()
-    .SetShapeFn(Takes({}))
-    .Doc(R"doc(
+const bool clock_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingClock",
+    {},
+    {{"secs: double"}}, R"doc(
 The time of a clock that nobody sets, for a worker's deadline in a round.
 
 secs: Seconds since some time in the past, of this process.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingRaise")
-    .Input("code: int32")
-    .Input("message: string")
-    .SetIsStateful()
-    .SetShapeFn(Takes({"code", "message"}))
-    .Doc(R"doc(
+const bool raise_defined = RegisterRoundsOp(
+    "Wrapopt>AveragingRaise",
+    {"code: int32", "message: string"},
+    {}, R"doc(
 Fails with the error of a round that ran in Python.
 
 code: That of the error, as in tf.errors: in [0, 16], 0 for none.

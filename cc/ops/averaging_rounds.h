@@ -25,6 +25,17 @@ absl::Status CheckTravels(const std::string& travels,
 // size of 0 is one counter; the rest are counters, too.
 absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count);
 
+struct RoundsOutput {
+  std::string spec;
+  std::vector<int64_t> shape = {};  // -1: unknown.
+};
+
+// Registers a stateful op, which checks its inputs in their order: all but
+// "place", "known" and "values" must be scalars.
+bool RegisterRoundsOp(const char* name, const std::vector<std::string>& inputs,
+                      const std::vector<RoundsOutput>& outputs, const char* doc,
+                      const std::vector<std::string>& attrs = {});
+
 }  // namespace wrapopt
 
 #endif  // WRAPOPT_CC_OPS_AVERAGING_ROUNDS_H_

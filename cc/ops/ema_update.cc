@@ -2,7 +2,7 @@
 #include "cc/ops/averages.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
-#include "tensorflow/core/framework/op.h"
+#include "cc/ops/with_ref.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace wrapopt {
@@ -19,7 +19,18 @@ absl::Status EmaUpdateShape(InferenceContext* c, bool ref) {
   return averages.Check(inputs, /*shadows=*/0, averages.count());
 }
 
-constexpr char kEmaUpdateDoc[] = R"doc(
+}  // namespace
+
+const bool ema_update_defined = RegisterWithRef(
+    "Wrapopt>EmaUpdate", EmaUpdateShape, [](auto& op, bool ref) {
+      op.Input(ref ? "variables: Ref(V)" : "variables: NV * resource");
+      op.Input("decays: double");
+      op.Attr(ref ? "V: list(" WRAPOPT_NUMBER_TYPES ") >= 1" : "NV: int >= 1");
+      op.Attr("N: int >= 1");
+      op.Attr("NK: int >= 1");
+      op.Attr("T: " WRAPOPT_NUMBER_TYPES);
+      op.Attr("S: " WRAPOPT_NUMBER_TYPES);
+      op.Doc(R"doc(
 Updates exponential moving averages of variables, in place.
 
 For each of N values and each of K decays
@@ -39,33 +50,7 @@ decays: [K], each in [0, 1]. 0 copies the value, 1 does not change the shadow.
 NK: N * K.
 T: dtype of the values.
 S: dtype of the shadows: T, or float if T is half or bfloat16.
-)doc";
-
-}  // namespace
-
-REGISTER_OP("Wrapopt>EmaUpdate")
-    .Input("variables: NV * resource")
-    .Input("decays: double")
-    .Attr("NV: int >= 1")
-    .Attr("N: int >= 1")
-    .Attr("NK: int >= 1")
-    .Attr("T: " WRAPOPT_NUMBER_TYPES)
-    .Attr("S: " WRAPOPT_NUMBER_TYPES)
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, false); })
-    .Doc(kEmaUpdateDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>EmaUpdateRef")
-    .Input("variables: Ref(V)")
-    .Input("decays: double")
-    .Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 1")
-    .Attr("N: int >= 1")
-    .Attr("NK: int >= 1")
-    .Attr("T: " WRAPOPT_NUMBER_TYPES)
-    .Attr("S: " WRAPOPT_NUMBER_TYPES)
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, true); })
-    .Doc(kEmaUpdateDoc);
+)doc");
+    });
 
 }  // namespace wrapopt

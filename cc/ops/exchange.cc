@@ -3,7 +3,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
-#include "tensorflow/core/framework/op.h"
+#include "cc/ops/with_ref.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/errors.h"
@@ -33,9 +33,8 @@ absl::Status CheckExchange(const CheckedVariables& variables, int a, int b) {
 
 namespace {
 
-template <bool kRef>
-absl::Status ExchangeShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status ExchangeShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int a, b;
   TF_RETURN_IF_ERROR(inputs.FindVariables("a", "T", &a));
   TF_RETURN_IF_ERROR(inputs.FindVariables("b", "T", &b));
@@ -45,7 +44,15 @@ absl::Status ExchangeShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-constexpr char kExchangeDoc[] = R"doc(
+}  // namespace
+
+const bool exchange_defined = RegisterWithRef(
+    "Wrapopt>Exchange", ExchangeShape, [](auto& op, bool ref) {
+      op.Input(ref ? "a: Ref(N * T)" : "a: N * resource");
+      op.Input(ref ? "b: Ref(N * T)" : "b: N * resource");
+      op.Attr("N: int >= 1");
+      if (ref) op.Attr("T: type");
+      op.Doc(R"doc(
 Exchanges the values of pairs of variables: a[i] <-> b[i].
 
 The two exchange buffers, so the cost does not depend on their size and every
@@ -53,26 +60,7 @@ bit is kept. All variables are checked before any is changed.
 
 a: N variables, all different and different from those in b.
 b: N variables. b[i] has the dtype and shape of a[i].
-)doc";
-
-}  // namespace
-
-REGISTER_OP("Wrapopt>Exchange")
-    .Input("a: N * resource")
-    .Input("b: N * resource")
-    .Attr("N: int >= 1")
-    .SetIsStateful()
-    .SetShapeFn(ExchangeShape<false>)
-    .Doc(kExchangeDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>ExchangeRef")
-    .Input("a: Ref(N * T)")
-    .Input("b: Ref(N * T)")
-    .Attr("N: int >= 1")
-    .Attr("T: type")
-    .SetIsStateful()
-    .SetShapeFn(ExchangeShape<true>)
-    .Doc(kExchangeDoc);
+)doc");
+    });
 
 }  // namespace wrapopt

@@ -1,7 +1,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/exchange.h"
 #include "cc/ops/inferred_inputs.h"
-#include "tensorflow/core/framework/op.h"
+#include "cc/ops/with_ref.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace wrapopt {
@@ -9,9 +9,8 @@ namespace {
 
 using tensorflow::shape_inference::InferenceContext;
 
-template <bool kRef>
-absl::Status MoveShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status MoveShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int from, to;
   TF_RETURN_IF_ERROR(inputs.FindVariables("from", "T", &from));
   TF_RETURN_IF_ERROR(inputs.FindVariables("to", "T", &to));
@@ -22,7 +21,20 @@ absl::Status MoveShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-constexpr char kMoveDoc[] = R"doc(
+absl::Status CheckInitializedShape(InferenceContext*, bool) {
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+const bool move_defined = RegisterWithRef(
+    "Wrapopt>Move", MoveShape, [](auto& op, bool ref) {
+      op.Input(ref ? "from: Ref(N * T)" : "from: N * resource");
+      op.Input(ref ? "to: Ref(N * T)" : "to: N * resource");
+      op.Output("replaced: bool");
+      op.Attr("N: int >= 1");
+      if (ref) op.Attr("T: type").SetAllowsUninitializedInput();
+      op.Doc(R"doc(
 Moves the values of variables to others: to[i] gets the buffer of from[i], which
 has no value afterwards.
 
@@ -33,55 +45,22 @@ from: N variables, all different and different from those in `to`.
 to: N variables, which need not have a value. to[i] has the dtype and shape of
   from[i].
 replaced: Whether any variable in `to` had a value with elements. It is lost.
-)doc";
+)doc");
+    });
 
-constexpr char kCheckInitializedDoc[] = R"doc(
+const bool check_initialized_defined = RegisterWithRef(
+    "Wrapopt>CheckInitialized", CheckInitializedShape, [](auto& op, bool ref) {
+      op.Input(ref ? "variables: Ref(N * T)" : "variables: N * resource");
+      op.Attr("N: int >= 1");
+      if (ref) op.Attr("T: type").SetAllowsUninitializedInput();
+      op.Doc(R"doc(
 Fails if a variable has no value.
 
 If XLA compiles it, the compiler checks the variables, and the program does not
 contain the op.
 
 variables: N variables.
-)doc";
-
-}  // namespace
-
-REGISTER_OP("Wrapopt>Move")
-    .Input("from: N * resource")
-    .Input("to: N * resource")
-    .Output("replaced: bool")
-    .Attr("N: int >= 1")
-    .SetIsStateful()
-    .SetShapeFn(MoveShape<false>)
-    .Doc(kMoveDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>MoveRef")
-    .Input("from: Ref(N * T)")
-    .Input("to: Ref(N * T)")
-    .Output("replaced: bool")
-    .Attr("N: int >= 1")
-    .Attr("T: type")
-    .SetIsStateful()
-    .SetAllowsUninitializedInput()
-    .SetShapeFn(MoveShape<true>)
-    .Doc(kMoveDoc);
-
-REGISTER_OP("Wrapopt>CheckInitialized")
-    .Input("variables: N * resource")
-    .Attr("N: int >= 1")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext*) { return absl::OkStatus(); })
-    .Doc(kCheckInitializedDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>CheckInitializedRef")
-    .Input("variables: Ref(N * T)")
-    .Attr("N: int >= 1")
-    .Attr("T: type")
-    .SetIsStateful()
-    .SetAllowsUninitializedInput()
-    .SetShapeFn([](InferenceContext*) { return absl::OkStatus(); })
-    .Doc(kCheckInitializedDoc);
+)doc");
+    });
 
 }  // namespace wrapopt

@@ -5,7 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
-#include "tensorflow/core/framework/op.h"
+#include "cc/ops/with_ref.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
@@ -34,9 +34,8 @@ absl::Status CountElements(InferenceContext* c, InferredInputs* inputs,
   return inputs->CountElements(first, *count, dtype, elements);
 }
 
-template <bool kRef>
-absl::Status ReadShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status ReadShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int count;
   int64_t elements;
   TF_RETURN_IF_ERROR(CountElements(c, &inputs, &count, &elements));
@@ -44,9 +43,8 @@ absl::Status ReadShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-template <bool kRef>
-absl::Status AssignShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status AssignShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int count;
   int64_t elements;
   TF_RETURN_IF_ERROR(CountElements(c, &inputs, &count, &elements));
@@ -55,7 +53,15 @@ absl::Status AssignShape(InferenceContext* c) {
   return CheckPacked(packed, count, elements);
 }
 
-constexpr char kReadPackedDoc[] = R"doc(
+}  // namespace
+
+const bool read_packed_defined = RegisterWithRef(
+    "Wrapopt>ReadPacked", ReadShape, [](auto& op, bool ref) {
+      op.Input(ref ? "variables: Ref(N * T)" : "variables: N * resource");
+      op.Output("packed: T");
+      op.Attr("N: int >= 1");
+      op.Attr("T: {numbertype, bool}");
+      op.Doc(R"doc(
 Reads variables into one vector.
 
 The vector holds the elements of all variables, in the order of the variables,
@@ -63,9 +69,16 @@ each in row-major order. All variables are locked for reading together.
 
 variables: N variables of dtype T.
 packed: [the sum of their sizes].
-)doc";
+)doc");
+    });
 
-constexpr char kAssignPackedDoc[] = R"doc(
+const bool assign_packed_defined = RegisterWithRef(
+    "Wrapopt>AssignPacked", AssignShape, [](auto& op, bool ref) {
+      op.Input(ref ? "variables: Ref(N * T)" : "variables: N * resource");
+      op.Input("packed: T");
+      op.Attr("N: int >= 1");
+      op.Attr("T: {numbertype, bool}");
+      op.Doc(R"doc(
 Assigns the parts of one vector to variables, in place.
 
 The vector holds the elements of all variables, in the order of the variables,
@@ -73,46 +86,7 @@ each in row-major order. All inputs are checked before any variable is changed.
 
 variables: N variables of dtype T, all different. Each keeps its shape.
 packed: [the sum of their sizes].
-)doc";
-
-}  // namespace
-
-REGISTER_OP("Wrapopt>ReadPacked")
-    .Input("variables: N * resource")
-    .Output("packed: T")
-    .Attr("N: int >= 1")
-    .Attr("T: {numbertype, bool}")
-    .SetIsStateful()
-    .SetShapeFn(ReadShape<false>)
-    .Doc(kReadPackedDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>ReadPackedRef")
-    .Input("variables: Ref(N * T)")
-    .Output("packed: T")
-    .Attr("N: int >= 1")
-    .Attr("T: {numbertype, bool}")
-    .SetIsStateful()
-    .SetShapeFn(ReadShape<true>)
-    .Doc(kReadPackedDoc);
-
-REGISTER_OP("Wrapopt>AssignPacked")
-    .Input("variables: N * resource")
-    .Input("packed: T")
-    .Attr("N: int >= 1")
-    .Attr("T: {numbertype, bool}")
-    .SetIsStateful()
-    .SetShapeFn(AssignShape<false>)
-    .Doc(kAssignPackedDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>AssignPackedRef")
-    .Input("variables: Ref(N * T)")
-    .Input("packed: T")
-    .Attr("N: int >= 1")
-    .Attr("T: {numbertype, bool}")
-    .SetIsStateful()
-    .SetShapeFn(AssignShape<true>)
-    .Doc(kAssignPackedDoc);
+)doc");
+    });
 
 }  // namespace wrapopt

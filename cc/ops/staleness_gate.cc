@@ -3,8 +3,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_def_builder.h"
+#include "cc/ops/with_ref.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
@@ -46,9 +45,8 @@ absl::Status CheckGate(const CheckedVariables& variables, int step, int counter,
 
 namespace {
 
-template <bool kRef>
-absl::Status RecordShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status RecordShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int step;
   TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
   c->set_output(0, c->Scalar());
@@ -56,9 +54,8 @@ absl::Status RecordShape(InferenceContext* c) {
   return CheckStep(inputs, step);
 }
 
-template <bool kRef>
-absl::Status GateShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status GateShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int step, counter, histogram;
   TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
   TF_RETURN_IF_ERROR(inputs.FindVariables("stale_counter", nullptr, &counter));
@@ -70,9 +67,8 @@ absl::Status GateShape(InferenceContext* c) {
   return CheckGate(inputs, step, counter, histogram);
 }
 
-template <bool kRef>
-absl::Status BeginShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status BeginShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   int step;
   TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
   TF_RETURN_IF_ERROR(inputs.FindScalar("token"));
@@ -80,16 +76,25 @@ absl::Status BeginShape(InferenceContext* c) {
   return CheckStep(inputs, step);
 }
 
-template <bool kRef>
-absl::Status CompleteShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
+absl::Status CompleteShape(InferenceContext* c, bool ref) {
+  InferredInputs inputs(c, ref);
   TF_RETURN_IF_ERROR(inputs.FindScalar("ticket"));
   int step;
   TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
   return CheckStep(inputs, step);
 }
 
-constexpr char kRecordDoc[] = R"doc(
+}  // namespace
+
+// Each op has a version for the ref variables of TensorFlow 1 graphs.
+
+const bool record_defined = RegisterWithRef(
+    "Wrapopt>StalenessRecord", RecordShape, [](auto& op, bool ref) {
+      op.Input(ref ? "step: Ref(T)" : "step: resource");
+      op.Output("recorded: int64");
+      op.Output("in_flight: int64");
+      if (ref) op.Attr("T: {int32, int64}");
+      op.Doc(R"doc(
 Records the step, before a worker reads the weights.
 
 step: A scalar variable, int32 or int64: the number of completed updates.
@@ -97,9 +102,23 @@ recorded: For Wrapopt>StalenessGate: the step, plus the number of aborted
   updates, which may have changed weights.
 in_flight: The number of updates that are admitted and not complete. Weights
   that are read now may miss all or a part of these.
-)doc";
+)doc");
+    });
 
-constexpr char kGateDoc[] = R"doc(
+const bool gate_defined = RegisterWithRef(
+    "Wrapopt>StalenessGate", GateShape, [](auto& op, bool ref) {
+      op.Input(ref ? "step: Ref(T)" : "step: resource");
+      op.Input(ref ? "stale_counter: Ref(float)" : "stale_counter: resource");
+      op.Input(ref ? "histogram: Ref(int64)" : "histogram: resource");
+      op.Input("recorded: int64");
+      op.Input("limit: int64");
+      op.Input("token: int64");
+      op.Output("accept: bool");
+      op.Output("staleness: int64");
+      op.Output("ticket: resource");
+      op.Output("number: int64");
+      if (ref) op.Attr("T: {int32, int64}");
+      op.Doc(R"doc(
 Admits an update if the weights that it was computed from are fresh enough.
 
 The staleness of an update is the number of updates that its weights may miss:
@@ -134,9 +153,18 @@ number: The number of the update among all that are admitted, counted from the
   step: the least that no update in flight or complete has, -1 if it is not
   admitted. So N complete updates have N different numbers, also if others were
   aborted, as long as only Wrapopt>StalenessComplete increments the step.
-)doc";
+)doc");
+    });
 
-constexpr char kBeginDoc[] = R"doc(
+const bool begin_defined = RegisterWithRef(
+    "Wrapopt>BeginUpdate", BeginShape, [](auto& op, bool ref) {
+      op.Input(ref ? "step: Ref(T)" : "step: resource");
+      op.Input("token: int64");
+      op.Output("accept: bool");
+      op.Output("number: int64");
+      op.Output("ticket: resource");
+      if (ref) op.Attr("T: {int32, int64}");
+      op.Doc(R"doc(
 Begins an update of asynchronous training, and gives it its number.
 
 As Wrapopt>StalenessGate, without a limit, a record or counters. The update is
@@ -148,9 +176,16 @@ token: As in Wrapopt>StalenessGate.
 accept: Whether to take the update: false if an earlier try is over.
 number: As in Wrapopt>StalenessGate.
 ticket: As there.
-)doc";
+)doc");
+    });
 
-constexpr char kCompleteDoc[] = R"doc(
+const bool complete_defined = RegisterWithRef(
+    "Wrapopt>StalenessComplete", CompleteShape, [](auto& op, bool ref) {
+      op.Input("ticket: resource");
+      op.Input(ref ? "step: Ref(T)" : "step: resource");
+      if (ref) op.Attr("T: {int32, int64}");
+      op.Attr("increment: bool = true");
+      op.Doc(R"doc(
 Ends an update that Wrapopt>StalenessGate or Wrapopt>BeginUpdate admitted.
 
 Run it after all changes of the update. For an update that was not admitted, it
@@ -161,96 +196,7 @@ step: The step variable of that op.
 increment: Whether to increment the step, atomically with the completion. If
   false, another op must increment it, after the update and before this op.
   An update is not counted if another try with its token has taken its place.
-)doc";
-
-}  // namespace
-
-// Each op has a version for the ref variables of TensorFlow 1 graphs.
-
-REGISTER_OP("Wrapopt>StalenessRecord")
-    .Input("step: resource")
-    .Output("recorded: int64")
-    .Output("in_flight: int64")
-    .SetIsStateful()
-    .SetShapeFn(RecordShape<false>)
-    .Doc(kRecordDoc);
-
-REGISTER_OP("Wrapopt>StalenessRecordRef")
-    .Input("step: Ref(T)")
-    .Output("recorded: int64")
-    .Output("in_flight: int64")
-    .Attr("T: {int32, int64}")
-    .SetIsStateful()
-    .SetShapeFn(RecordShape<true>)
-    .Doc(kRecordDoc);
-
-REGISTER_OP("Wrapopt>StalenessGate")
-    .Input("step: resource")
-    .Input("stale_counter: resource")
-    .Input("histogram: resource")
-    .Input("recorded: int64")
-    .Input("limit: int64")
-    .Input("token: int64")
-    .Output("accept: bool")
-    .Output("staleness: int64")
-    .Output("ticket: resource")
-    .Output("number: int64")
-    .SetIsStateful()
-    .SetShapeFn(GateShape<false>)
-    .Doc(kGateDoc);
-
-REGISTER_OP("Wrapopt>StalenessGateRef")
-    .Input("step: Ref(T)")
-    .Input("stale_counter: Ref(float)")
-    .Input("histogram: Ref(int64)")
-    .Input("recorded: int64")
-    .Input("limit: int64")
-    .Input("token: int64")
-    .Output("accept: bool")
-    .Output("staleness: int64")
-    .Output("ticket: resource")
-    .Output("number: int64")
-    .Attr("T: {int32, int64}")
-    .SetIsStateful()
-    .SetShapeFn(GateShape<true>)
-    .Doc(kGateDoc);
-
-REGISTER_OP("Wrapopt>BeginUpdate")
-    .Input("step: resource")
-    .Input("token: int64")
-    .Output("accept: bool")
-    .Output("number: int64")
-    .Output("ticket: resource")
-    .SetIsStateful()
-    .SetShapeFn(BeginShape<false>)
-    .Doc(kBeginDoc);
-
-REGISTER_OP("Wrapopt>BeginUpdateRef")
-    .Input("step: Ref(T)")
-    .Input("token: int64")
-    .Output("accept: bool")
-    .Output("number: int64")
-    .Output("ticket: resource")
-    .Attr("T: {int32, int64}")
-    .SetIsStateful()
-    .SetShapeFn(BeginShape<true>)
-    .Doc(kBeginDoc);
-
-REGISTER_OP("Wrapopt>StalenessComplete")
-    .Input("ticket: resource")
-    .Input("step: resource")
-    .Attr("increment: bool = true")
-    .SetIsStateful()
-    .SetShapeFn(CompleteShape<false>)
-    .Doc(kCompleteDoc);
-
-REGISTER_OP("Wrapopt>StalenessCompleteRef")
-    .Input("ticket: resource")
-    .Input("step: Ref(T)")
-    .Attr("T: {int32, int64}")
-    .Attr("increment: bool = true")
-    .SetIsStateful()
-    .SetShapeFn(CompleteShape<true>)
-    .Doc(kCompleteDoc);
+)doc");
+    });
 
 }  // namespace wrapopt

@@ -7,6 +7,8 @@
 //
 // The operands of a call are the op's arrays, in the order below. The operands
 // that the call writes are also its results: both have the same buffer.
+// Programs in a cache on disk call by these names: operands in a new order need
+// a new name.
 #ifndef WRAPOPT_CC_XLA_FFI_HANDLERS_H_
 #define WRAPOPT_CC_XLA_FFI_HANDLERS_H_
 
