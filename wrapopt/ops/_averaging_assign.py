@@ -8,7 +8,6 @@ from typing import Any, Optional
 import numpy as np
 import tensorflow as tf
 
-from wrapopt._loader import ops as _raw
 from wrapopt._types import Float, Operation
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
@@ -121,7 +120,7 @@ def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
              tuple((isinstance(row[i], tf.Variable), row[i].dtype.base_dtype)
                    for _, row in sources)].append(i)
     updates = []
-    for (is_ref, _, dtype, _, kinds), members in groups.items():
+    for (_, _, dtype, _, kinds), members in groups.items():
       flat = lambda rows: [row[i] for row in rows for i in members]  # pylint: disable=cell-var-from-loop
       # The op takes variables before tensors.
       order = sorted(range(len(kinds)), key=lambda s: not kinds[s][0])
@@ -135,15 +134,9 @@ def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
             "use_locking": use_locking}
       with (tf.control_dependencies(_lagging.settle(written)),
             _emit.device_of(written[0])):
-        if is_ref:
-          update = _raw.wrapopt_averaging_assign_ref(written, read, **arguments)
-          _emit.place_with(update, written[0])
-          updates.append(_emit.set_variable_names(
-              update, targets=written, sources=read))
-        else:
-          updates.append(_raw.wrapopt_averaging_assign(
-              [t.handle for t in written], [s.handle for s in read],
-              **arguments))
+        updates.append(_emit.of_variables(
+            "averaging_assign", {"targets": written, "sources": read},
+            **arguments))
     return _emit.result(updates)
 
 

@@ -7,7 +7,6 @@ from typing import Any, Optional, Union
 import tensorflow as tf
 
 from wrapopt import _bundle
-from wrapopt._loader import ops as _raw
 from wrapopt._types import Float, Operation, Variables
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
@@ -106,9 +105,8 @@ def _update(shadows, values, decays, is_ref):
   if not (is_ref or tf.executing_eagerly()) and _bundle.allowed():
     bundle = _bundle.make(variables, first.device)
     variables = variables if bundle is None else [bundle]
-  op = _raw.wrapopt_ema_update_ref if is_ref else _raw.wrapopt_ema_update
   with _emit.compiled_where(bundle is None):
-    update = op(variables, decays, N=len(values), NK=len(shadows),
-                T=first.dtype.base_dtype, S=shadows[0].dtype.base_dtype)
-  return (_emit.set_variable_names(update, variables=variables) if is_ref
-          else update)
+    return _emit.of_variables(
+        "ema_update", {"variables": variables}, decays=decays, N=len(values),
+        NK=len(shadows), T=first.dtype.base_dtype,
+        S=shadows[0].dtype.base_dtype)

@@ -4,6 +4,9 @@ import contextlib
 
 import tensorflow as tf
 
+from wrapopt._loader import ops as _raw
+from wrapopt.ops import _variables
+
 # AutoGraph would rewrite the loops over variables, whose number is known. That
 # takes longer than the rest of the tracing of a function.
 not_converted = tf.autograph.experimental.do_not_convert
@@ -31,39 +34,43 @@ def host_of(variable):
     yield
 
 
-def place_with(op, variable):
-  """Pins an op on ref variables to the device of its variables.
-
-  TensorFlow colocates an op with its ref inputs, but counts its arguments as if
-  none were a list: it may take a tensor for a variable.
+def of_variables(name, variables, **arguments):
+  """Emits an op of variables, or its twin of ref variables.
 
   Args:
-    op: The op.
-    variable: One of its variables.
-  """
-  op._clear_attr("_class")
-  op._set_device(variable.device)
-
-
-def set_variable_names(op, **variables):
-  """Stores the names of an op's ref variables in the op, for its errors.
-
-  The inputs of the op have these names too, but not in a `tf.cond` of control
-  flow v1.
-
-  Args:
-    op: The op.
-    **variables: The variables of each of its arguments.
+    name: The name of the op, as in "ema_update".
+    variables: {input: a variable, or a list of variables or of handles}, all
+      ref variables or none.
+    **arguments: The others.
 
   Returns:
-    `op`.
+    As the raw op.
   """
+  first, *_ = _listed(next(iter(variables.values())))
+  given = {key: [_variables.handle_or_ref(v) for v in x]
+                if isinstance(x, list) else _variables.handle_or_ref(x)
+           for key, x in variables.items()}
+  if not isinstance(first, tf.Variable) or not _variables.is_ref(first):
+    return getattr(_raw, f"wrapopt_{name}")(**given, **arguments)
+  made = getattr(_raw, f"wrapopt_{name}_ref")(**given, **arguments)
+  op = tf.nest.flatten(made)[0]
+  op = op if isinstance(op, tf.Operation) else op.op
+  # TensorFlow colocates an op with its ref inputs, but counts its arguments as
+  # if none were a list: it may take a tensor for a variable.
+  op._clear_attr("_class")
+  op._set_device(first.device)
+  # For errors. The inputs have these names too, but not in a `tf.cond` of
+  # control flow v1.
   names = [v.op.name.encode() for arg in op.op_def.input_arg if arg.is_ref
-           for v in variables[arg.name]]
+           for v in _listed(variables[arg.name])]
   value = tf.compat.v1.AttrValue()
   value.list.s.extend(names)
   op._set_attr("_variables", value)
-  return op
+  return made
+
+
+def _listed(x):
+  return x if isinstance(x, list) else [x]
 
 
 def compiled_where(allowed):

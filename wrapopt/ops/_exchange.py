@@ -5,7 +5,6 @@ from typing import Optional
 
 import tensorflow as tf
 
-from wrapopt._loader import ops as _raw
 from wrapopt._types import Operation, Variables
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
@@ -62,14 +61,9 @@ def exchange(a: Variables, b: Variables,
            x.dtype.base_dtype if is_ref else None].append((x, y))
   with tf.name_scope(name or "Exchange"):
     exchanges = []
-    for (is_ref, _, _), pairs in groups.items():
+    for pairs in groups.values():
       xs, ys = map(list, zip(*pairs))
       with (tf.control_dependencies(_lagging.settle(xs + ys)),
             _emit.device_of(xs[0])):
-        if is_ref:
-          exchanges.append(_emit.set_variable_names(
-              _raw.wrapopt_exchange_ref(xs, ys), a=xs, b=ys))
-        else:
-          exchanges.append(_raw.wrapopt_exchange(
-              [x.handle for x in xs], [y.handle for y in ys]))
+        exchanges.append(_emit.of_variables("exchange", {"a": xs, "b": ys}))
     return _emit.result(exchanges)

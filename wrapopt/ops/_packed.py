@@ -4,7 +4,6 @@ from typing import Optional
 
 import tensorflow as tf
 
-from wrapopt._loader import ops as _raw
 from wrapopt._types import Operation, Tensor, Variables
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
@@ -49,12 +48,11 @@ def read_packed(variables: Variables, name: Optional[str] = None) -> Tensor:
   """
   variables = _checked(variables)
   with _emit.device_of(variables[0]):
-    if _variables.is_ref(variables[0]):
-      packed = _raw.wrapopt_read_packed_ref(variables, name=name)
-      _emit.set_variable_names(packed.op, variables=variables)
-      return packed
-    return _raw.wrapopt_read_packed([v.handle for v in variables],
-                                    T=variables[0].dtype, name=name)
+    # Refs tell it.
+    dtype = {} if _variables.is_ref(variables[0]) else {
+        "T": variables[0].dtype}
+    return _emit.of_variables("read_packed", {"variables": variables},
+                              name=name, **dtype)
 
 
 @_emit.not_converted
@@ -92,13 +90,8 @@ def assign_packed(variables: Variables, packed: Tensor,
         _emit.device_of(first)):
     packed = tf.convert_to_tensor(packed)
     _check.dtype("packed", packed, (first.dtype.base_dtype,))
-    if _variables.is_ref(first):
-      assigned = _raw.wrapopt_assign_packed_ref(variables, packed, name=name)
-      _emit.place_with(assigned, first)
-      return _emit.result(
-          [_emit.set_variable_names(assigned, variables=variables)])
-    return _emit.result([_raw.wrapopt_assign_packed(
-        [v.handle for v in variables], packed, name=name)])
+    return _emit.result([_emit.of_variables(
+        "assign_packed", {"variables": variables}, packed=packed, name=name)])
 
 
 def _checked(variables):

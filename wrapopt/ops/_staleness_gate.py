@@ -11,7 +11,6 @@ from wrapopt._loader import ops as _raw
 from wrapopt._types import Integer, Operation, Tensor, Variable
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
-from wrapopt.ops import _variables
 from wrapopt.ops._scalars import int64
 
 
@@ -72,9 +71,8 @@ def staleness_record(step: Variable,
   """
   _check_counts("step", step)
   with _emit.device_of(step):
-    if _variables.is_ref(step):
-      return tuple(_raw.wrapopt_staleness_record_ref(step, name=name))
-    return tuple(_raw.wrapopt_staleness_record(step.handle, name=name))
+    return tuple(_emit.of_variables(
+        "staleness_record", {"step": step}, name=name))
 
 
 @_emit.not_converted
@@ -151,14 +149,12 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
   _check_counts("step", step)
   _check_counts("stale_counter", stale_counter)
   _check_counts("histogram", histogram)
-  state = (step, stale_counter, histogram)
   with _emit.device_of(step):
-    arguments = (int64(recorded), int64(limit), int64(token))
-    if _variables.is_ref(step):
-      return StalenessVerdict(*_raw.wrapopt_staleness_gate_ref(
-          *state, *arguments, name=name))
-    return StalenessVerdict(*_raw.wrapopt_staleness_gate(
-        *[v.handle for v in state], *arguments, name=name))
+    return StalenessVerdict(*_emit.of_variables(
+        "staleness_gate", {"step": step, "stale_counter": stale_counter,
+                           "histogram": histogram},
+        recorded=int64(recorded), limit=int64(limit), token=int64(token),
+        name=name))
 
 
 def take_aborted_back(step, histogram):
@@ -231,10 +227,8 @@ def begin_update(
   """
   _check_counts("step", step)
   with _emit.device_of(step):
-    if _variables.is_ref(step):
-      return tuple(_raw.wrapopt_begin_update_ref(step, int64(token), name=name))
-    return tuple(_raw.wrapopt_begin_update(step.handle, int64(token),
-                                           name=name))
+    return tuple(_emit.of_variables(
+        "begin_update", {"step": step}, token=int64(token), name=name))
 
 
 @_emit.not_converted
@@ -264,8 +258,6 @@ def staleness_complete(ticket: Tensor, step: Variable, increment: bool = True,
   """
   _check_counts("step", step)
   with _emit.device_of(step):
-    if _variables.is_ref(step):
-      return _emit.result([_raw.wrapopt_staleness_complete_ref(
-          ticket, step, increment=increment, name=name)])
-    return _emit.result([_raw.wrapopt_staleness_complete(
-        ticket, step.handle, increment=increment, name=name)])
+    return _emit.result([_emit.of_variables(
+        "staleness_complete", {"step": step}, ticket=ticket,
+        increment=increment, name=name)])
