@@ -8,15 +8,11 @@ Compares, on whole training steps (lookup, loss, gradient, update) of one table,
   wrapopt           `wrapopt.MovingAverageOptimizer`, or `keras.MovingAverage`
   wrapopt, K = 0    the op of wrapopt's step, without an average
 
-in a v1 session, in a `tf.function`, and in Keras with `jit_compile` off and on.
+in a v1 session, and in Keras with `jit_compile` off and on.
 Each step has different indices: `uniform` ones, which rarely repeat, or `zipf`
 ones, in which the share of the r-th row is 1 / r, as for words and products.
 The steps of all contenders and the averages of all rows are checked. TensorFlow
 has no LazyAdam: `plain` is then wrapopt's, which is also its K = 0.
-
-Then the time of the catch-up of all rows of an average, compared with the
-streaming limit: native threads that only add, over the bytes of the value and
-the average.
 """
 
 import functools
@@ -27,7 +23,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import ops
 from wrapopt._v1._steps import _rules
 from wrapopt._v1._steps import _step
 from wrapopt.bench import harness
@@ -60,7 +55,6 @@ def _zipf(rng, rows, count):
 
 
 IDS = {"uniform": _uniform, "zipf": _zipf}
-_CATCH_UP = "catch-up"
 
 
 class Problem(typing.NamedTuple):
@@ -116,19 +110,15 @@ def add_arguments(parser):
       parser, "optimizers", _V1, ["SGD"], "the optimizers; in Keras each "
       "contender has a table and slots of its own, for 5,000,000 rows of "
       "LazyAdam 14 GB together")
-  harness.add_choice(parser, "modes", [*MODES, _CATCH_UP],
-                     what="how a step is run, and the catch-up of all rows")
+  harness.add_choice(parser, "modes", MODES, what="how a step is run")
 
 
 def contests(options):
   for optimizer, ids, rows, count, mode in itertools.product(
       options.optimizers, options.ids, options.rows, options.indices,
       options.modes):
-    if mode != _CATCH_UP:
-      yield _contest(optimizer, ids, rows, count, mode)
-      keras.utils.clear_session()
-  if _CATCH_UP in options.modes:
-    yield from map(_catch_up, options.rows)
+    yield _contest(optimizer, ids, rows, count, mode)
+    keras.utils.clear_session()
 
 
 def _contest(optimizer, ids, rows, count, mode):
@@ -169,8 +159,6 @@ def _of_v1(problem):
   target = variable(problem.target, trainable=False)
   tables = {name: variable(lambda: tf.zeros([problem.rows, _WIDTH]))
             for name in CONTENDERS}
-  if tf.executing_eagerly():
-    stock.apply([tables[_STOCK]])  # Makes the average.
 
   def take(name, ids):
     inner, table = optimizers[name], tables[name]
@@ -221,23 +209,6 @@ def _eagerly(make):
   return [x.numpy() for x in make()]
 
 
-def _in_functions(problem):
-  with tf.device("/cpu:0"):
-    take, *of_tables, is_lazy = _of_v1(problem)
-    batches = list(map(tf.constant, problem.batches))
-
-  def step(name):
-    def function(ids):
-      take(name, ids)
-    function = tf.function(function, autograph=False)
-    # TensorFlow warns of functions of one name that their calls trace.
-    function.get_concrete_function(batches[0])
-    return function
-
-  return Training({name: step(name) for name in CONTENDERS}, batches,
-                  *of_tables, _eagerly, is_lazy)
-
-
 def _in_keras(problem, jit):
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
@@ -274,7 +245,6 @@ def _in_keras(problem, jit):
 
 MODES = {
     "session": _in_session,
-    "function": _in_functions,
     "keras": lambda problem: _in_keras(problem, False),
     "keras-jit": lambda problem: _in_keras(problem, True),
 }
@@ -323,36 +293,3 @@ def _gradient(values, rows, problem):
     result[i] = np.sum(
         2 / count * (values[i] - problem.target[of_row]), axis=0)
   return result
-
-
-def _catch_up(rows):
-  """A Contest of the catch-up of all rows."""
-  with tf.device("/cpu:0"):
-    value, shadow = (tf.Variable(tf.zeros([rows, _WIDTH])) for _ in range(2))
-    log_decays = tf.Variable(tf.zeros([rows + 2], tf.float64))
-
-  @tf.function(autograph=False)
-  def catch_up():
-    # A step of one row, so that the others lag behind.
-    ops.sparse_ema_update([shadow], [value], [log_decays], [[0]], _DECAY)
-    ops.catch_up([shadow], [value], [log_decays])
-
-  def place():
-    with tf.device("/cpu:0"):
-      value.assign(sets.numbers(value.shape, (1, 1)))
-      shadow.assign(sets.numbers(value.shape, (2, 2)))
-    catch_up()
-
-  def expected(name, before, after):
-    del name, after
-    average = before["the average"]
-    return {"the average": (
-        average + (1 - _DECAY) * (before["value"] - average), 2e-6)}
-
-  contest = harness.Contest(
-      f"all rows of {rows:,} x {_WIDTH} catch up",
-      {"mode": _CATCH_UP, "rows": rows}, expected=expected,
-      streams=[(rows, _WIDTH)])
-  contest.add({_CATCH_UP: catch_up}, place, lambda: {
-      "value": value[-1], "the average": shadow[-1]}, written={_CATCH_UP: 1})
-  return contest

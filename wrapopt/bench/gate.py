@@ -12,19 +12,11 @@ change the variables correctly and dropped steps do not change them. The cost of
 a dropped step must not depend on the size of the variables, and only a little
 on their number.
 
-With --cluster, it measures instead steps of Keras that a coordinator schedules,
-on workers and two parameter servers, each a process on this machine. A step
-reads all weights and sends a gradient for each. One worker takes steps with
-momentum:
-
-  Keras             keras.optimizers.SGD itself, which may lose its count
-  ungated           the same in a wrapper: one op on each server
-  gated, admitted   inside of wrapopt.keras.DropStaleGradient
-  gated, dropped    the same with a limit that admits nothing
-
-With --cluster and --workers, so many workers race, for each number, with steps
-of three kinds: tiny ones, tiny ones that also wait for 20 ms, and those of a
-model of 21 MB. The optimizers are
+With --workers, it measures instead steps of Keras that a coordinator schedules,
+on so many workers that race, for each number, and two parameter servers, each a
+process on this machine. A step reads all weights and sends a gradient for each.
+There are three kinds: tiny ones, tiny ones that also wait for 20 ms, and those
+of a model of 21 MB. The optimizers are
 
   Keras's Adam        keras.optimizers.Adam itself, which may lose its count
   MovingAverage       wrapopt.keras.MovingAverage around it
@@ -51,19 +43,11 @@ _RATE, _MOMENTUM = 1e-3, 0.9
 _UNGATED, _STOCK, _COND = (
     "ungated, one op", "ungated, stock", "tf.cond around stock, admitted")
 _ALL, _NONE = 10**9, -1  # Limits of staleness.
-_sgd = lambda: keras.optimizers.SGD(_RATE, momentum=_MOMENTUM)
-_adam = lambda: keras.optimizers.Adam(_RATE)
-# {contender: (inner optimizer, a wrapper of Keras's half and its argument)}.
-_OF_SETS = {
-    "Keras": (_sgd,),
-    "ungated": (_sgd,),
-    "gated, admitted": (_sgd, "DropStaleGradient", _ALL),
-    "gated, dropped": (_sgd, "DropStaleGradient", _NONE),
-}
+# {contender: (a wrapper of Keras's half around Adam, its argument), or none}.
 _OF_WORKERS = {
-    "Keras's Adam": (_adam,),
-    "MovingAverage": (_adam, "MovingAverage", 0.999),
-    "DropStaleGradient": (_adam, "DropStaleGradient", _ALL),
+    "Keras's Adam": (),
+    "MovingAverage": ("MovingAverage", 0.999),
+    "DropStaleGradient": ("DropStaleGradient", _ALL),
 }
 # {kind of step: (shapes of the variables, seconds of waiting)}.
 KINDS = {
@@ -76,40 +60,23 @@ KINDS = {
 def add_arguments(parser):
   harness.add_sets(parser)
   parser.add_argument(
-      "--cluster", action="store_true",
-      help="instead, steps of Keras that a coordinator schedules")
-  parser.add_argument(
-      "--workers", nargs="+", type=int, metavar="N",
-      help="with --cluster: instead of the sets, three kinds of steps of N "
-      "workers that race, for each N")
+      "--workers", nargs="+", type=int, default=(), metavar="N",
+      help="instead of the sets, three kinds of steps of Keras, of N workers "
+      "that race")
 
 
 def contests(options):
-  if options.cluster and options.workers:
-    for workers in options.workers:
-      for kind, (shapes, wait) in KINDS.items():
-        yield from _in_cluster(
-            _OF_WORKERS, shapes, wait, workers,
-            f"{kind}, {workers} worker{'s' * (workers > 1)}",
-            {"part": "workers", "kind": kind, "workers": workers},
-            peers={"of_keras": "Keras's Adam"}, figure="steps_per_second",
-            turn_seconds=0.5 * workers)
-    return
-  for name in options.sets:
+  for workers in options.workers:
+    for kind, (shapes, wait) in KINDS.items():
+      yield from _in_cluster(shapes, wait, workers, kind)
+  for name in options.sets if not options.workers else ():
     shapes = sets.VARIABLE_SETS[name]
-    if options.cluster:
-      yield from _in_cluster(
-          _OF_SETS, shapes, 0.0, 1,
-          f"{sets.described(name)}, on two parameter servers",
-          {"part": "cluster", "set": name},
-          peers={"x_keras": "Keras", "x_ungated": "ungated"})
-    else:
-      contest = harness.Contest(
-          sets.described(name), {"set": name},
-          peers={"x_ungated": _UNGATED, "x_stock": _STOCK, "x_cond": _COND},
-          expected=expected)
-      contest.add(*harness.in_session(lambda shapes=shapes: graph(shapes)))
-      yield contest
+    contest = harness.Contest(
+        sets.described(name), {"set": name},
+        peers={"x_ungated": _UNGATED, "x_stock": _STOCK, "x_cond": _COND},
+        expected=expected)
+    contest.add(*harness.in_session(lambda shapes=shapes: graph(shapes)))
+    yield contest
 
 
 def expected(name, before, after):
@@ -159,28 +126,31 @@ def graph(shapes):
       ("weights", "momenta", "gradients"), map(harness.sample, rows)))
 
 
-def _in_cluster(contenders, shapes, wait, workers, *title, **how):
+def _in_cluster(shapes, wait, workers, kind):
   """Yields a contest of steps that a cluster takes."""
   with _cluster.Cluster(
       [prepare, turn], preload=[__name__, "wrapopt.keras"], coordinator=True,
       ps=2, worker=workers) as cluster:
     task = cluster.tasks["coordinator", 0]
-    contest = harness.Contest(*title, **how)
-    task.ask("prepare", names=list(contenders), shapes=shapes, wait=wait)
+    contest = harness.Contest(
+        f"{kind}, {workers} worker{'s' * (workers > 1)}",
+        {"part": "workers", "kind": kind, "workers": workers},
+        peers={"of_keras": "Keras's Adam"}, figure="steps_per_second",
+        turn_seconds=0.5 * workers)
+    task.ask("prepare", shapes=shapes, wait=wait)
     contest.add({name: harness.RemoteContender(
         lambda calls, of=name: task.ask("turn", of=of, calls=calls))
-                 for name in contenders})
+                 for name in _OF_WORKERS})
     yield contest
 
 
 # These run in the coordinator's process.
 
 
-def prepare(task, names, shapes, wait):
+def prepare(task, shapes, wait):
   """Makes the variables and steps of all contenders, and checks the steps."""
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
-  from wrapopt.keras._steps import _views
 
   def waited():
     """0, after `wait` seconds in which the worker's cores are free."""
@@ -197,14 +167,11 @@ def prepare(task, names, shapes, wait):
   def step_of(name):
     with task.strategy.scope():
       weights = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
-      make, *wrapper = {**_OF_SETS, **_OF_WORKERS}[name]
-      optimizer = make()
-      if wrapper:
+      optimizer = keras.optimizers.Adam(_RATE)
+      if wrapper := _OF_WORKERS[name]:
         optimizer = getattr(wrapopt.keras, wrapper[0])(optimizer, wrapper[1])
       optimizer.build(weights)
       record = getattr(optimizer, "record_step", contextlib.nullcontext)
-      if name == "ungated":
-        optimizer = _views.followed(optimizer, [])
 
     @tf.function
     def step():
@@ -216,13 +183,11 @@ def prepare(task, names, shapes, wait):
 
     return weights, step
 
-  task.contenders = {name: step_of(name) for name in names}
+  task.contenders = {name: step_of(name) for name in _OF_WORKERS}
   for name, (weights, _) in task.contenders.items():
     turn(task, name, 1)
     # The first step of Adam is one of the learning rate.
-    change = {"gated, dropped": 0.0}.get(
-        name, 0.5 * _RATE if name in _OF_SETS else _RATE)
-    if not all(np.allclose(w.numpy(), 1 - change, rtol=0, atol=1e-6)
+    if not all(np.allclose(w.numpy(), 1 - _RATE, rtol=0, atol=1e-6)
                for w in weights):
       raise AssertionError(f"{name}: a wrong step.")
 

@@ -124,8 +124,7 @@ class Contest:
       facts: {name: value}.
       peers: {figure: contender of the same mode, or a list of (mode, contender)
         of which the fastest counts}. A figure "x_..." is the ratio of the times
-        of a contender and its peer, "of_..." that of their speeds, "adds_..."
-        the difference in milliseconds.
+        of a contender and its peer, "of_..." that of their speeds.
       expected: As in `check`: how `add` checks contenders.
       streams: The shapes of what a step reads and writes, if it is compared
         with the streaming limit. It reads one array of each more than it
@@ -230,11 +229,7 @@ def _limit(arrays):
 
 def _compared(what, times, peer):
   """A figure of `Contest.peers`: the median of the rounds'."""
-  if what.startswith("x_"):
-    return speedup(peer, times)
-  if what.startswith("of_"):
-    return speedup(times, peer)
-  return 1e3 * statistics.median(t - p for t, p in zip(times, peer))
+  return speedup(peer, times) if what.startswith("x_") else speedup(times, peer)
 
 
 def check(contenders, state, expected, place=None):

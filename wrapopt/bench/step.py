@@ -18,9 +18,7 @@ pass: each gradient is read, each variable, slot and average is read and
 written.
 
 A mode is how a step runs. In a tf.function, given gradients are variables that
-it captures, each at a cost. A train function reads its weights and computes the
-gradients: "train function" does that, here with a product. "adds" is the
-additional time of the step in it. "jit" is a tf.function that XLA compiles.
+it captures, each at a cost. "jit" is a tf.function that XLA compiles.
 
 If PyTorch is installed, its optimizers also take the step, with their "fused"
 and their "foreach" code, and `torch._foreach_lerp_` updates the average; beside
@@ -52,7 +50,7 @@ V1 = {
     "Adagrad": lambda: _tf1.train.AdagradOptimizer(1e-3),
     "RMSProp": lambda: _tf1.train.RMSPropOptimizer(1e-3, momentum=0.9),
 }
-_STOCK, _STOCK_EMA, _NO_STEP = "stock", "stock + EMA", "no step"
+_STOCK, _STOCK_EMA = "stock", "stock + EMA"
 # {contender: the number of averages of a variable}.
 _WRAPOPT = {f"wrapopt K={k}": k for k in (0, 1, len(_DECAYS))}
 STEPS = {_STOCK: 0, _STOCK_EMA: 1, **_WRAPOPT}
@@ -102,7 +100,7 @@ _IN_TORCH = {
 _SESSION, _TORCH = "v1 session", "PyTorch"
 _PEERS = {"x_stock": _STOCK, "x_stock_ema": _STOCK_EMA,
           "x_torch": [(_TORCH, "fused"), (_TORCH, "foreach")],
-          "adds_milliseconds": _NO_STEP, "x_adam": _ADAM, "x_average": _AVERAGE}
+          "x_adam": _ADAM, "x_average": _AVERAGE}
 
 
 def add_arguments(parser):
@@ -171,8 +169,6 @@ class Expected:
     self._firsts = {}
 
   def __call__(self, name, before, after):
-    if name.endswith(_NO_STEP):
-      return {}
     first = self._firsts.setdefault(name.rpartition(", ")[0], after)
     want = {}
     for what, was in before.items():
@@ -310,42 +306,34 @@ def graph(make):
   return ops, fills, samples
 
 
-def _function(steps, step, jit_compile=None, made=False):
+def _function(steps, step, jit_compile=None):
   """A tf.function that takes a step.
 
   Args:
     steps: As from `steps_of`.
-    step: One of its contenders, or _NO_STEP.
+    step: One of its contenders.
     jit_compile: As in `tf.function`.
-    made: Whether to compute gradients from the values instead of using those
-      given.
 
   Returns:
     A function.
   """
   @tf.function(jit_compile=jit_compile, autograph=False)
   def function():
-    pairs = ([(0.5 * v, v) for v in steps.values] if made
-             else _pairs(steps))
-    if step == _NO_STEP:
-      with tf.control_dependencies([g for g, _ in pairs]):
-        return tf.constant(0)  # Otherwise nothing would run.
-    steps.apply(step, pairs)
-    return None  # A result would be copied.
+    steps.apply(step, _pairs(steps))  # A result would be copied.
 
   # TensorFlow warns of functions of one name that their calls trace.
   function.get_concrete_function()
   return function
 
 
-def in_functions(make, jit_compile=None, made=False):
+def in_functions(make, jit_compile=None):
   with tf.device("/cpu:0"):
     group, calls = make(), {}
   for steps in group:
     for step in steps.contenders:  # The first trace makes slots and averages.
       _function(steps, step)
-    for step in ([_NO_STEP] if made else []) + list(steps.contenders):
-      calls[step] = _function(steps, step, jit_compile, made)
+    for step in steps.contenders:
+      calls[step] = _function(steps, step, jit_compile)
   return calls, *_placed(group)
 
 
@@ -380,7 +368,6 @@ def _placed(group, then=lambda: None):
 MODES = {
     _SESSION: lambda make: harness.in_session(lambda: graph(make)),
     "tf.function": in_functions,
-    "train function": lambda make: in_functions(make, made=True),
     "jit": lambda make: in_functions(make, jit_compile=True),
     "eager": _eagerly,
 }

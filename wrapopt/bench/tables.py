@@ -33,7 +33,7 @@ _BLOCK = re.compile(
 _NAMES = {
     "2x4096x4096": "2 x 4096 x 4096", "resnet50": "ResNet-50 (161)",
     "400x256": "400 x 256", "bert-base": "BERT-base (199)",
-    "function": "`tf.function`", "keras": "Keras", "keras-jit": "Keras, jit"}
+    "keras": "Keras", "keras-jit": "Keras, jit"}
 _IN_CACHES = ("400x256",)  # Their streaming limit is not that of the memory.
 _MACHINES = ("quiet", "busy", "unknown")  # Older runs have not recorded it.
 
@@ -265,12 +265,6 @@ BLOCKS = {
         ("no average, x stock", "x_stock", ("eager", "wrapopt K=0")),
         ("1 average, x stock", "x_stock", ("eager", "wrapopt K=1")),
         ("1 average, x PyTorch", "x_torch", ("eager", "wrapopt K=1"))]),
-    "step-train": _Block("step", _OF_STEPS, [
-        (f"{title}, ms", "adds_milliseconds:.2f", contender)
-        for title, contender in (
-            ("stock", "stock"), ("stock + EMA", "stock + EMA"),
-            ("wrapopt, no average", "wrapopt K=0"),
-            ("1 average", "wrapopt K=1"))], {"mode": "train function"}),
     "step-jit": _Block("step-jit", _OF_STEPS, [
         ("stock + EMA, ms", _MS, "stock + EMA"),
         ("wrapopt, 1 average, x stock + EMA", "x_stock_ema", "wrapopt K=1"),
@@ -296,11 +290,6 @@ BLOCKS = {
         ("admitted, x wrapopt ungated", "x_ungated", "gated, admitted"),
         ("admitted, x `tf.cond`", "x_cond", "gated, admitted"),
         ("dropped, ms", _MS, "gated, dropped")]),
-    "gate-cluster": _Block("gate-cluster", _OF_SETS, [
-        ("Keras, ms", _MS, "Keras"),
-        ("wrapopt, ungated, x Keras", "x_keras", "ungated"),
-        ("admitted, x Keras", "x_keras", "gated, admitted"),
-        ("dropped, x Keras", "x_keras", "gated, dropped")]),
     "gate-workers": _Block(
         "gate-workers", {"step": "kind", "workers": "workers"}, [
             ("Keras's Adam, steps a second", "steps_per_second",
@@ -323,8 +312,4 @@ BLOCKS = {
     "keras-busy": _keras("keras-busy"),
     "embedding-uniform": _embedding("uniform"),
     "embedding-zipf": _embedding("zipf"),
-    "catch-up": _Block("embedding", {"rows": "rows"}, [
-        ("catch-up, ms", _MS, "catch-up"),
-        ("of the streaming limit", "of_limit", "catch-up")],
-                       {"mode": "catch-up"}),
 }
