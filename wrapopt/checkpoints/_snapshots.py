@@ -256,7 +256,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         self._write(run_context.session)
 
   def _write(self, session):
-    with self._opt._averages.holding_swap(session) as in_place:
+    with self._opt._averages.averaged.holding_swap(session) as in_place:
       if in_place:
         return  # Later: the averages hold the weights.
       values = session.run(self._fetches)

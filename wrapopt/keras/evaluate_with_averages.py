@@ -18,8 +18,21 @@ from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
 from wrapopt.keras import swa
 from wrapopt.keras._evaluation import _callback_after
+from wrapopt.keras._evaluation import _callbacks
 from wrapopt.keras._evaluation import _swapped_function
 from wrapopt.keras._steps import _views
+
+_REFUSED = {
+    keras.callbacks.BackupAndRestore:
+        "a BackupAndRestore: it would resume the training from averages. Pass "
+        "it to fit() next to EvaluateWithAverages.",
+    keras.callbacks.SwapEMAWeights:
+        "a SwapEMAWeights: it exchanges averages of Keras's use_ema. Remove "
+        "it.",
+    snapshots.Snapshots:
+        "a Snapshots: while averages are in place, it would write raw weights "
+        "as averages. Pass it to fit() next to EvaluateWithAverages.",
+}
 
 
 class EvaluateWithAverages(keras.callbacks.Callback):
@@ -155,27 +168,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       raise TypeError("`part` must be a Keras model or the name of an "
                       f"attribute of the model, got {part!r}.")
     self._part = part
-    if isinstance(callbacks, keras.callbacks.Callback):
-      callbacks = [callbacks]
-    self._callbacks = list(callbacks or ())
-    for callback in self._callbacks:
-      if not isinstance(callback, keras.callbacks.Callback):
-        raise TypeError("`callbacks` must be Keras callbacks, got "
-                        f"{type(callback).__qualname__}.")
-      if isinstance(callback, keras.callbacks.BackupAndRestore):
-        raise ValueError(
-            "`callbacks` must not contain a BackupAndRestore: it would resume "
-            "the training from averages. Pass it to fit() next to "
-            "EvaluateWithAverages.")
-      if isinstance(callback, keras.callbacks.SwapEMAWeights):
-        raise ValueError(
-            "`callbacks` must not contain a SwapEMAWeights: it exchanges "
-            "averages of Keras's use_ema. Remove it.")
-      if isinstance(callback, snapshots.Snapshots):
-        raise ValueError(
-            "`callbacks` must not contain a Snapshots: while averages are in "
-            "place, it would write raw weights as averages. Pass it to fit() "
-            "next to EvaluateWithAverages.")
+    self._callbacks = _callbacks.checked(callbacks, _REFUSED)
     self._at_batch_end = [
         c for c in self._callbacks if getattr(c, "save_freq", None) != "epoch"
         and not _are_default(c, "on_batch_end", "on_train_batch_end")]
@@ -239,7 +232,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     after = (_callback_after.CallbackAfter.all_after(self)
              if self._swap_on_epoch else [])
     self._check_others(model, found)
-    self._check_end(found, after)
+    _callbacks.check_end(found, [*self._callbacks, *after])
     self._check_batch_norm(part, found)
     super().set_model(model)
     self._trains = optimizer, part
@@ -300,23 +293,6 @@ class EvaluateWithAverages(keras.callbacks.Callback):
             f"evaluates the averages: '{monitor}' is not that of the weights "
             f"that it keeps. Pass it to {type(self).__name__}: "
             f"callbacks=[{type(self).__name__}([{name}(...)]), ...].")
-
-  def _check_end(self, found, after):
-    """Raises an error if the weights at the end of `fit` are not clear."""
-    keeps = {optimizer.keeps_raw_weights for optimizer in found}
-    if len(keeps) > 1:
-      raise ValueError(
-          "`keep_raw_weights` must be the same for all optimizers that keep "
-          "averages in one model, got True and False.")
-    if keeps == {True} and any(
-        isinstance(c, keras.callbacks.EarlyStopping) and c.restore_best_weights
-        for c in [*self._callbacks, *after]):
-      raise ValueError(
-          "`callbacks` must not contain an EarlyStopping with "
-          "restore_best_weights=True if the optimizer has "
-          "keep_raw_weights=True, nor may one come after a callback with "
-          "swap_on_epoch=True: it sets the weights to averages at the end "
-          "of fit(). Save the best averages with a ModelCheckpoint.")
 
   def _check_batch_norm(self, model, found):
     """Raises an error or warns if statistics do not fit the averages."""

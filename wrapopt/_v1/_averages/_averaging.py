@@ -104,7 +104,7 @@ class Averages(_kept_averages.KeptAverages):
     """
     grads_and_vars = step.grads_and_vars
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
-      self.refuse_swapped_in(None, "apply_gradients")
+      self.averaged.refuse_swapped_in(None, "apply_gradients")
       _, variables = _lookup_cache.trained(grads_and_vars)
       if self._cache.get(variables) is not None:
         return variables
@@ -118,7 +118,7 @@ class Averages(_kept_averages.KeptAverages):
     chosen = [*self.chosen_of(variables), *self._untrained(variables)]
     _check_dtypes(chosen)
     if _slots.graph_of_state() is None:
-      self.refuse_swapped_in(None, "apply_gradients")
+      self.averaged.refuse_swapped_in(None, "apply_gradients")
     # Else, a Plan moves all rows.
     few = step.only_touched and in_order and len(variables) == len(listed)
     sparse = {v.ref() for g, v in grads_and_vars
@@ -289,7 +289,7 @@ class Averages(_kept_averages.KeptAverages):
   def check_writable(self):
     """Raises an error if no checkpoint can hold this optimizer now."""
     # It would hold the two exchanged.
-    self.refuse_swapped_in(None, "tf.train.Checkpoint.write", (
+    self.averaged.refuse_swapped_in(None, "tf.train.Checkpoint.write", (
         " To write the averages into a file, use swapping_saver()."))
 
   def slot_to_restore(self, name, variable):
@@ -304,7 +304,7 @@ class Averages(_kept_averages.KeptAverages):
     """
     if not name.startswith(self._slot):
       return name
-    self.refuse_swapped_in(None, "tf.train.Checkpoint.read")
+    self.averaged.refuse_swapped_in(None, "tf.train.Checkpoint.read")
     _slots.check_whole(variable)
     name = self._slot_of_saved(name)
     if name is None or not self.chosen_of([variable]):
@@ -371,7 +371,7 @@ class Averages(_kept_averages.KeptAverages):
       raw = _sessions.raw(session)
       graph = raw.graph
     self.require(graph, what)
-    self.refuse_swapped_in(raw, what)
+    self.averaged.refuse_swapped_in(raw, what)
     return raw, graph
 
   def _counts_of(self, graph):
@@ -436,7 +436,7 @@ class Averages(_kept_averages.KeptAverages):
     return SwappingSaver(
         self.pairs_of(graph, k), var_list, self._firsts(graph),
         self._check_saved,
-        lambda session: self._not_swapped_in(session, "swapping_saver"),
+        lambda session: self.averaged.not_swapped_in(session, "swapping_saver"),
         name=name, **options)
 
   def _firsts(self, graph):
@@ -449,35 +449,6 @@ class Averages(_kept_averages.KeptAverages):
             " with a variable that `variables` selects")
       raise RuntimeError(
           f"Must call apply_gradients or minimize{of} before {what}")
-
-  @contextlib.contextmanager
-  def _not_swapped_in(self, session, what):
-    """Keeps the averages out of place for a `with` block of method `what`."""
-    with self.averaged.swap_lock:
-      self.refuse_swapped_in(session, what)
-      yield
-
-  @contextlib.contextmanager
-  def holding_swap(self, session):
-    """Keeps other threads out of `averaged_weights` for a `with` block.
-
-    Args:
-      session: A `tf.compat.v1.Session`.
-
-    Yields:
-      Whether the averages are in place of the weights in this session.
-    """
-    with self.averaged.swap_lock:
-      yield self._is_swapped_in(session)
-
-  def refuse_swapped_in(self, session, what, instead=""):
-    if self._is_swapped_in(session):
-      raise RuntimeError(
-          f"{what} cannot be used inside averaged_weights: the averages are in "
-          f"place of the weights. Leave the `with` block first.{instead}")
-
-  def _is_swapped_in(self, session):
-    return any(session is s for s in self.averaged.swapped_in)
 
 
 class _SlotInPlace(RuntimeError, AttributeError):

@@ -1,6 +1,7 @@
 """The variables that an optimizer averages, and their slots."""
 
 import collections.abc
+import contextlib
 import threading
 import weakref
 
@@ -84,6 +85,35 @@ class Averaged:
     if graph is None:
       return self._eager
     return self._of_graph.setdefault(graph, _Variables())
+
+  @contextlib.contextmanager
+  def not_swapped_in(self, session, what):
+    """Keeps the averages out of place for a `with` block of method `what`."""
+    with self.swap_lock:
+      self.refuse_swapped_in(session, what)
+      yield
+
+  @contextlib.contextmanager
+  def holding_swap(self, session):
+    """Keeps other threads out of `averaged_weights` for a `with` block.
+
+    Args:
+      session: A `tf.compat.v1.Session`.
+
+    Yields:
+      Whether the averages are in place of the weights in this session.
+    """
+    with self.swap_lock:
+      yield self._is_swapped_in(session)
+
+  def refuse_swapped_in(self, session, what, instead=""):
+    if self._is_swapped_in(session):
+      raise RuntimeError(
+          f"{what} cannot be used inside averaged_weights: the averages are in "
+          f"place of the weights. Leave the `with` block first.{instead}")
+
+  def _is_swapped_in(self, session):
+    return any(session is s for s in self.swapped_in)
 
 
 class _Variables:
