@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import run_all, Servers, wait_alone
+from local_parts import run_all, Servers, steps_of, wait_alone
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
@@ -231,7 +231,7 @@ def test_an_error_of_an_exchange_is_raised_at_its_end(traced):
   step()
   step()
   assert_same([w.numpy()], [v.numpy()])
-  assert int(local._steps) == 2
+  assert steps_of(local) == 2
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])

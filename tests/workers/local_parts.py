@@ -240,6 +240,11 @@ def _serve(port, start_secs, pipe):
     time.sleep(1)
 
 
+def steps_of(local):
+  """How many steps a LocalTraining has counted since its last round."""
+  return local._counts[0] if local._counts else int(local._steps)
+
+
 def wait_alone(traced, address, overlap_steps, pipe):
   """A worker that waits for another until it is interrupted.
 
@@ -261,4 +266,4 @@ def wait_alone(traced, address, overlap_steps, pipe):
     (tf.function(train) if traced else train)()
   except BaseException as e:  # pylint: disable=broad-exception-caught
     pipe.send(type(e).__name__)
-  pipe.send((w.numpy().tolist(), int(local._steps), local.round))
+  pipe.send((w.numpy().tolist(), steps_of(local), local.round))

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import (MOMENTUM, Oracle, RATE, run_all, Servers,
+from local_parts import (MOMENTUM, Oracle, RATE, run_all, Servers, steps_of,
                          wait_alone)
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _exchanges
+from wrapopt._local import _layout
 from wrapopt._local import _server
 
 
@@ -77,6 +78,34 @@ def test_all_servers_are_called_at_once(servers, monkeypatch):
   local.step()
   assert local.report.counted
   np.testing.assert_array_equal(w, np.ones(9))
+
+
+def test_a_step_copies_the_values_once(monkeypatch):
+  """From the variable's buffer; what is sent are parts of the copy."""
+  flatten, stage = _layout.Layout.flatten, _server.Server.stage
+  seen = {}
+
+  def note_flatten(self, values, dtypes):
+    seen["values"], seen["copy"] = values, flatten(self, values, dtypes)
+    return seen["copy"]
+
+  def note_stage(self, known, weight, arrays):
+    seen["sent"] = arrays
+    return stage(self, known, weight, arrays)
+
+  w = tf.Variable(tf.zeros([1000]))
+  local = make(wrapopt.LocalSGD, [w], [server_module.start().target], "a", 1,
+               sync_every=1)
+  monkeypatch.setattr(_layout.Layout, "flatten", note_flatten)
+  monkeypatch.setattr(_server.Server, "stage", note_stage)
+  w.assign_add(tf.ones([1000]))
+  buffer = np.asarray(w.read_value())
+  local.step()
+  [values], [copy] = seen["values"], seen["copy"]
+  assert np.shares_memory(values, buffer)
+  assert not np.shares_memory(copy, buffer)
+  assert all(np.shares_memory(part, copy) for part in seen["sent"])
+  assert sum(part.size for part in seen["sent"]) == 1000
 
 
 @pytest.mark.parametrize("values, is_finite", [
@@ -452,7 +481,7 @@ def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
     with pytest.raises(cls, match="no one reads this") as raised:
       step()
     assert str(raised.value).count("no one reads this") == 1
-  assert w.numpy() == [1.0] and int(local._steps) == 4
+  assert w.numpy() == [1.0] and steps_of(local) == 4
 
 
 def test_another_process_of_the_same_name_is_an_error():

@@ -35,6 +35,7 @@ import tensorflow as tf
 
 import _rounds
 import codes
+import local_parts
 import wrapopt
 from wrapopt._local import _exchanges
 from wrapopt._local import _job_number
@@ -1529,7 +1530,7 @@ class Training:
       v, (c,) = self._variables[i], self._me.members[i].center
       v.assign(c * np.nan if vectors is None else
                vectors[0] + (v.numpy() - c))
-      if not int(local._steps):
+      if not local_parts.steps_of(local):
         local.step(weight - 1)
         weight = 1
     else:

@@ -274,8 +274,7 @@ class Exchanges:
     """New values of a fragment, of the center and this worker's values."""
     values = f.layout.split(f.member.center)
     if local is not None and self._local_weight:
-      w = self._local_weight
-      values = [c + w * (np.asarray(v, c.dtype) - c)
+      values = [_mixed(c, v, self._local_weight)
                 for c, v in zip(values, local)]
     with np.errstate(over="ignore"):
       values = [np.asarray(c, v.dtype.as_numpy_dtype)
@@ -298,3 +297,11 @@ def not_finite(variables, values):
   with np.errstate(all="ignore"):
     return next((v.name for v, x in zip(variables, values)
                  if not (np.isfinite(x.sum()) or np.isfinite(x).all())), None)
+
+
+def _mixed(center, local, weight):
+  """center + weight (local - center), in one new array."""
+  mixed = np.subtract(local, center, out=np.empty_like(center))
+  mixed *= weight
+  mixed += center
+  return mixed

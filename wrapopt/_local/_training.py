@@ -1,6 +1,7 @@
 """What LocalSGD and DiLoCo share."""
 
 import functools
+import threading
 import typing
 
 import numpy as np
@@ -181,6 +182,12 @@ class LocalTraining(trackable.Trackable):
       # The number of steps at which a turn is due.
       self._due = tf.Variable(0, trainable=False, dtype=tf.int64, name="due")
     counts = [self._steps, self._examples, self._due]
+    # Their values, of which Python adds to the first two between turns: an op
+    # for it would take a millisecond where steps are slow and caches cold. None
+    # if the variables have them.
+    self._counts = None
+    self._counting = threading.Lock()
+    self._is_traced = False  # A function changes the variables.
     self._turns = [
         _Turn(own.restart, [*counts, *self._held], self.variables),
         *(_Turn(functools.partial(own.end, f), [*counts, f.held], f.variables)
@@ -260,18 +267,39 @@ class LocalTraining(trackable.Trackable):
           "step() must not be in a function that XLA compiles "
           "(jit_compile=True): it calls servers. Compile the function that "
           "takes the inner step, and call step() after it.")
-    if examples is not None:
-      self._examples.assign_add(tf.cast(examples, tf.int64))
-    count = self._steps.assign_add(steps)
     if eager:
-      if int(count) >= int(self._due):
+      if self._count(steps, 0 if examples is None else int(examples)):
         self._take_turn()
       return
 
+    with tf.init_scope(), self._counting:
+      self._write_counts()
+      self._is_traced = True
+    if examples is not None:
+      self._examples.assign_add(tf.cast(examples, tf.int64))
+    count = self._steps.assign_add(steps)
     _companions.check(self.variables, type(self).__name__)
     _interrupts.watch()
     tf.cond(count >= self._due, self._take_turn_in_graph,
             lambda: tf.constant(0))
+
+  def _count(self, steps, examples):
+    """Counts a step, eagerly; returns whether a turn is due."""
+    with self._counting:
+      self._counts = self._counts or [
+          int(v) for v in (self._steps, self._examples, self._due)]
+      self._counts[0] += steps
+      self._counts[1] += examples
+      is_due = self._counts[0] >= self._counts[2]
+      if is_due or self._is_traced:
+        self._write_counts()
+      return is_due
+
+  def _write_counts(self):
+    if self._counts:
+      self._steps.assign(self._counts[0])
+      self._examples.assign(self._counts[1])
+      self._counts = None
 
   def _take_turn(self):
     turn = self._turns[self._exchanges.next(*(v.numpy() for v in self._held))]
@@ -392,7 +420,7 @@ class LocalTraining(trackable.Trackable):
   def _assign(self, turn, state):
     """Assigns values of a turn: those of shared variables, then the notes."""
     noted, values = state[:len(turn.notes)], state[len(turn.notes):]
-    assigned = []
+    self._counts, assigned = None, []
     if turn.assigns:
       with tf.control_dependencies(_lagging.settle(turn.variables)):
         assigned = [v.assign(x) for v, x in zip(turn.variables, values)]
@@ -415,6 +443,7 @@ class LocalTraining(trackable.Trackable):
     for v in self._held:
       v.assign(-1)
     self._due.assign(0)
+    self._counts = None
 
   def _read_checkpoint(self, path):
     return self._read_tensors(_checkpoints.find(path, self._worker))
