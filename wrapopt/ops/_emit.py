@@ -34,11 +34,11 @@ def host_of(variable):
     yield
 
 
-def of_variables(name, variables, **arguments):
+def of_variables(op_name, variables, **arguments):
   """Emits an op of variables, or its twin of ref variables.
 
   Args:
-    name: The name of the op, as in "ema_update".
+    op_name: The name of the op, as in "ema_update".
     variables: {input: a variable, or a list of variables or of handles}, all
       ref variables or none.
     **arguments: The others.
@@ -51,8 +51,8 @@ def of_variables(name, variables, **arguments):
                 if isinstance(x, list) else _variables.handle_or_ref(x)
            for key, x in variables.items()}
   if not isinstance(first, tf.Variable) or not _variables.is_ref(first):
-    return getattr(_raw, f"wrapopt_{name}")(**given, **arguments)
-  made = getattr(_raw, f"wrapopt_{name}_ref")(**given, **arguments)
+    return getattr(_raw, f"wrapopt_{op_name}")(**given, **arguments)
+  made = getattr(_raw, f"wrapopt_{op_name}_ref")(**given, **arguments)
   op = tf.nest.flatten(made)[0]
   op = op if isinstance(op, tf.Operation) else op.op
   # TensorFlow colocates an op with its ref inputs, but counts its arguments as
