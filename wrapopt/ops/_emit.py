@@ -34,6 +34,16 @@ def host_of(variable):
     yield
 
 
+def place_with(op, variable):
+  """Pins an op on ref variables to the device of one of them.
+
+  TensorFlow colocates an op with its ref inputs, but counts its arguments as if
+  none were a list: it may take a tensor for a variable.
+  """
+  op._clear_attr("_class")
+  op._set_device(variable.device)
+
+
 def of_variables(op_name, variables, **arguments):
   """Emits an op of variables, or its twin of ref variables.
 
@@ -55,10 +65,7 @@ def of_variables(op_name, variables, **arguments):
   made = getattr(_raw, f"wrapopt_{op_name}_ref")(**given, **arguments)
   op = tf.nest.flatten(made)[0]
   op = op if isinstance(op, tf.Operation) else op.op
-  # TensorFlow colocates an op with its ref inputs, but counts its arguments as
-  # if none were a list: it may take a tensor for a variable.
-  op._clear_attr("_class")
-  op._set_device(first.device)
+  place_with(op, first)
   # For errors. The inputs have these names too, but not in a `tf.cond` of
   # control flow v1.
   names = [v.op.name.encode() for arg in op.op_def.input_arg if arg.is_ref
