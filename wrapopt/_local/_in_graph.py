@@ -158,8 +158,7 @@ class Member:
             [v.handle for v in listed if not ops.is_ref_variable(v)], refs,
             sizes=[size for size, _ in sized])
       if refs:
-        _emit.place_with(opened.op, server)
-        _emit.set_variable_names(opened.op, refs=refs)
+        _emit.note_refs(opened.op, server, refs=refs)
       return opened
 
     place = at(lead, place)

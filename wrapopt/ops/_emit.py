@@ -34,14 +34,24 @@ def host_of(variable):
     yield
 
 
-def place_with(op, variable):
-  """Pins an op on ref variables to the device of one of them.
+def note_refs(op, variable, **variables):
+  """Places an op on ref variables, and stores their names for its errors.
 
-  TensorFlow colocates an op with its ref inputs, but counts its arguments as if
-  none were a list: it may take a tensor for a variable.
+  Args:
+    op: The op.
+    variable: One on whose device the op is to run.
+    **variables: {input of refs: a variable, or a list of variables}.
   """
+  # TensorFlow colocates an op with its ref inputs, but counts its arguments as
+  # if none were a list: it may take a tensor for a variable.
   op._clear_attr("_class")
   op._set_device(variable.device)
+  # The inputs have these names too, but not in a `tf.cond` of control flow v1.
+  names = [v.op.name.encode() for arg in op.op_def.input_arg if arg.is_ref
+           for v in _listed(variables[arg.name])]
+  value = tf.compat.v1.AttrValue()
+  value.list.s.extend(names)
+  op._set_attr("_variables", value)
 
 
 def of_variables(op_name, variables, **arguments):
@@ -64,15 +74,7 @@ def of_variables(op_name, variables, **arguments):
     return getattr(_raw, f"wrapopt_{op_name}")(**given, **arguments)
   made = getattr(_raw, f"wrapopt_{op_name}_ref")(**given, **arguments)
   op = tf.nest.flatten(made)[0]
-  op = op if isinstance(op, tf.Operation) else op.op
-  place_with(op, first)
-  # For errors. The inputs have these names too, but not in a `tf.cond` of
-  # control flow v1.
-  names = [v.op.name.encode() for arg in op.op_def.input_arg if arg.is_ref
-           for v in _listed(variables[arg.name])]
-  value = tf.compat.v1.AttrValue()
-  value.list.s.extend(names)
-  op._set_attr("_variables", value)
+  note_refs(op if isinstance(op, tf.Operation) else op.op, first, **variables)
   return made
 
 
