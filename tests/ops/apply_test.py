@@ -330,3 +330,16 @@ def test_what_the_function_refuses():
     with pytest.raises(TypeError, match=rf"`log_decays\[0\]\[0\]` .*{refused}"):
       apply("GradientDescent", {"var": [v]}, [tf.IndexedSlices([1.0], [0])],
             {"lr": 1.0}, [[tf.Variable([1.0])]], [0.5], log_decays=[[lags]])
+
+
+@pytest.mark.parametrize("shape, is_compiled", [
+    ([None, 3], True), ([None, None], False), (None, False)])
+def test_xla_compiles_steps_whose_gradients_have_rows_of_a_shape(
+    shape, is_compiled):
+  """They have any number of rows. The step may not be accepted."""
+  with tf.Graph().as_default():
+    v = tf1.get_variable("v", [4, 3], use_resource=True)
+    grad = tf.IndexedSlices(tf1.placeholder(tf.float32, shape),
+                            tf1.placeholder(tf.int64, [None]))
+    op = sgd(v, grad, accept=tf1.placeholder(tf.bool, []))
+    assert ("_XlaCompile" not in op.node_def.attr) == is_compiled
