@@ -10,6 +10,7 @@ import tensorflow as tf
 from wrapopt import _bundle
 from wrapopt import _checks
 from wrapopt import _native
+from wrapopt._loader import ops as _raw
 from wrapopt._types import Bool, Gradient, Operation, Variable
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
@@ -262,14 +263,17 @@ class Update:
     compiled = (accept is True or tf.executing_eagerly() or all(
         g.shape.rank is not None and
         g.shape[1 if indices else 0:].is_fully_defined() for g in grads))
+    op = _raw.wrapopt_apply_ref if first.is_ref else _raw.wrapopt_apply
     # XLA must see each variable, and may be switched on later, in a session.
     compiled = compiled and variables[0] is not group.bundle
     with _emit.device_of(first), _emit.compiled_where(compiled):
-      return _emit.of_variables(
-          "apply", {"variables": variables}, grad=grads, indices=indices,
-          scalars=scalars, decays=decays, accept=accept_tensor,
+      update = op(
+          variables, grads, indices, scalars, decays, accept_tensor,
           rule=self._rule, NK=len(group.shadows) * len(grads), T=first.dtype,
           S=first.shadow_dtype, use_locking=use_locking, **options)
+    if first.is_ref:
+      _emit.note_refs(update, first, variables=variables)
+    return update
 
 
 class _VariableInfo:
