@@ -304,7 +304,7 @@ BLOCKS = {
     "links": _Block("links-10 links", {"megabits": "megabits a second"}, [
         (who, "computes", who) for who in (
             "torchft, published", "plain", "bfloat16", "int8", "int4",
-            "int4, 120 steps overlap")]),
+            "int4, 120 steps overlap", "440 numbers, 120 steps overlap")]),
     "links-bytes": _Block("links-10 links", {"megabits": "megabits a second"}, [
         (who, "sent", who) for who in ("plain", "bfloat16", "int8", "int4")]),
     "keras": _keras("keras"),
