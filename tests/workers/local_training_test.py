@@ -108,6 +108,32 @@ def test_a_step_copies_the_values_once(monkeypatch):
   assert sum(part.size for part in seen["sent"]) == 1000
 
 
+def test_steps_of_functions_and_of_python_are_counted_together():
+  """Before a function is traced, between its calls, and after them."""
+  local = make(wrapopt.LocalSGD, [tf.Variable([1.0])],
+               [server_module.start().target], "a", 1, sync_every=7,
+               weight="examples")
+  function = tf.function(lambda: local.step(examples=3))
+  weights, sync = [], member(local).sync
+  member(local).sync = lambda vectors, weight: (
+      weights.append(weight), sync(vectors, weight))[1]
+  for round_ in 1, 2:
+    for step in (*[lambda: local.step(tf.constant(2))] * 2, function,
+                 lambda: local.step(5), function, function):
+      assert local.round == round_ - 1
+      step()
+    (function if round_ == 1 else lambda: local.step(3))()
+    assert local.round == round_ and steps_of(local) == 0
+  assert weights == [2 * 2 + 4 * 3 + 5] * 2
+
+
+def test_steps_of_threads_are_all_counted():
+  local = make(wrapopt.LocalSGD, [tf.Variable([1.0])],
+               [server_module.start().target], "a", 1, sync_every=10**6)
+  run_all(*[lambda: [local.step() for _ in range(2000)]] * 4)
+  assert steps_of(local) == 8000
+
+
 @pytest.mark.parametrize("values, is_finite", [
     (np.full(9, 6e4, np.float16), True), (np.full(9, 3e38, np.float32), True),
     (np.float32(), True), (np.zeros([0, 2]), True),
