@@ -11,7 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
-#include "cc/ops/with_ref.h"
+#include "cc/ops/registration.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

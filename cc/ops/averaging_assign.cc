@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
-#include "cc/ops/with_ref.h"
+#include "cc/ops/registration.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"

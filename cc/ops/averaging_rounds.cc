@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
+#include "cc/ops/registration.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -146,9 +147,7 @@ bool RegisterRoundsOp(const char* name, const std::vector<std::string>& inputs,
     return CheckInputs(inputs, c);
   });
   op.Doc(doc);
-  tensorflow::OpRegistry::Global()->Register(
-      [op](tensorflow::OpRegistrationData* data) { return op.Finalize(data); });
-  return true;
+  return Register(op);
 }
 
 REGISTER_OP("Wrapopt>AveragingRounds")

@@ -2,7 +2,7 @@
 #include "cc/ops/averages.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
-#include "cc/ops/with_ref.h"
+#include "cc/ops/registration.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace wrapopt {

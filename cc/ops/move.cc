@@ -1,7 +1,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/exchange.h"
 #include "cc/ops/inferred_inputs.h"
-#include "cc/ops/with_ref.h"
+#include "cc/ops/registration.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace wrapopt {

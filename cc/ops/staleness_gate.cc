@@ -3,7 +3,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
-#include "cc/ops/with_ref.h"
+#include "cc/ops/registration.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
@@ -85,8 +85,6 @@ absl::Status CompleteShape(InferenceContext* c, bool ref) {
 }
 
 }  // namespace
-
-// Each op has a version for the ref variables of TensorFlow 1 graphs.
 
 const bool record_defined = RegisterWithRef(
     "Wrapopt>StalenessRecord", RecordShape, [](auto& op, bool ref) {

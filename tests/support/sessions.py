@@ -4,7 +4,7 @@ import tensorflow as tf
 
 
 def again(run):
-  """What `run()` returns, after one more call where TensorFlow cancelled it.
+  """Calls `run`, and once more if TensorFlow has cancelled it: its result.
 
   A monitored session is made anew after an AbortedError or UnavailableError.
   By a race in TensorFlow, a step whose server went away ends at times with a

@@ -127,11 +127,34 @@ def test_steps_of_functions_and_of_python_are_counted_together():
   assert weights == [2 * 2 + 4 * 3 + 5] * 2
 
 
-def test_steps_of_threads_are_all_counted():
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_of_threads_are_all_counted(traced):
   local = make(wrapopt.LocalSGD, [tf.Variable([1.0])],
                [server_module.start().target], "a", 1, sync_every=10**6)
-  run_all(*[lambda: [local.step() for _ in range(2000)]] * 4)
-  assert steps_of(local) == 8000
+  some = tf.function(local.step) if traced else local.step
+  run_all(*[lambda step=step: [step() for _ in range(1000)]
+            for step in (some, local.step) * 2])
+  assert steps_of(local) == 4000
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_steps_before_a_center_was_taken_are_forgotten(restores, tmp_path):
+  w = tf.Variable([1.0])
+  local = make(wrapopt.LocalSGD, [w], [server_module.start().target], "a", 1,
+               sync_every=3)
+  checkpoint = tf.train.Checkpoint(local=local)
+  path = checkpoint.save(str(tmp_path / "c"))
+  w.assign_add([1.0])
+  local.step()
+  if restores:
+    checkpoint.restore(path)
+    local.step()  # Takes the center.
+  else:
+    local.take_center()
+  assert w.numpy() == [1.0] and steps_of(local) == 0
+  for round_ in 0, 0, 1:
+    local.step()
+    assert local.round == round_
 
 
 @pytest.mark.parametrize("values, is_finite", [

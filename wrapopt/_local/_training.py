@@ -286,12 +286,15 @@ class LocalTraining(trackable.Trackable):
   def _count(self, steps, examples):
     """Counts a step, eagerly; returns whether a turn is due."""
     with self._counting:
+      if self._is_traced:
+        self._examples.assign_add(examples)
+        return int(self._steps.assign_add(steps)) >= int(self._due)
       self._counts = self._counts or [
           int(v) for v in (self._steps, self._examples, self._due)]
       self._counts[0] += steps
       self._counts[1] += examples
       is_due = self._counts[0] >= self._counts[2]
-      if is_due or self._is_traced:
+      if is_due:
         self._write_counts()
       return is_due
 
@@ -420,14 +423,15 @@ class LocalTraining(trackable.Trackable):
   def _assign(self, turn, state):
     """Assigns values of a turn: those of shared variables, then the notes."""
     noted, values = state[:len(turn.notes)], state[len(turn.notes):]
-    self._counts, assigned = None, []
+    assigned = []
     if turn.assigns:
       with tf.control_dependencies(_lagging.settle(turn.variables)):
         assigned = [v.assign(x) for v, x in zip(turn.variables, values)]
-    with tf.control_dependencies(
+    with self._counting, tf.control_dependencies(
         [] if tf.executing_eagerly() else [x.op for x in assigned]):
       for v, x in zip(turn.notes, noted):
         v.assign(x)
+      self._counts = None  # Else, they would be those of before.
 
   # For tf.train.Checkpoint.
 
@@ -440,10 +444,11 @@ class LocalTraining(trackable.Trackable):
     self._exchanges.restore(self._read_tensors(
         {key: x.numpy() for key, x in restored_tensors.items()}))
     # The next step takes the center, after all variables were restored.
-    for v in self._held:
-      v.assign(-1)
-    self._due.assign(0)
-    self._counts = None
+    with self._counting:
+      for v in self._held:
+        v.assign(-1)
+      self._due.assign(0)
+      self._counts = None
 
   def _read_checkpoint(self, path):
     return self._read_tensors(_checkpoints.find(path, self._worker))

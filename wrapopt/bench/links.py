@@ -45,7 +45,7 @@ _VARIANTS = {
     "int8": {"dtype": "int8"},
     "int4": {"dtype": "int4"},
     "int4, 120 steps overlap": {"dtype": "int4", "overlap_steps": 120},
-    # What this machine can reach: there is nothing to send.
+    # Workers that have nothing to send reach the most that a machine allows.
     "440 numbers, 120 steps overlap": {"numbers": 10, "overlap_steps": 120},
 }
 

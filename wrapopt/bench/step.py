@@ -319,7 +319,7 @@ def _function(steps, step, jit_compile=None):
   """
   @tf.function(jit_compile=jit_compile, autograph=False)
   def function():
-    steps.apply(step, _pairs(steps))  # A result would be copied.
+    steps.apply(step, _pairs(steps))  # No result, which would be copied.
 
   # TensorFlow warns of functions of one name that their calls trace.
   function.get_concrete_function()

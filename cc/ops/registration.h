@@ -1,6 +1,6 @@
-// Ops of resource variables that have a twin of ref variables.
-#ifndef WRAPOPT_CC_OPS_WITH_REF_H_
-#define WRAPOPT_CC_OPS_WITH_REF_H_
+// Registers ops whose definitions are made by code.
+#ifndef WRAPOPT_CC_OPS_REGISTRATION_H_
+#define WRAPOPT_CC_OPS_REGISTRATION_H_
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -9,6 +9,12 @@
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace wrapopt {
+
+inline bool Register(const tensorflow::OpDefBuilder& op) {
+  tensorflow::OpRegistry::Global()->Register(
+      [op](tensorflow::OpRegistrationData* data) { return op.Finalize(data); });
+  return true;
+}
 
 // Registers a stateful op and its twin, with "Ref" after its name, for the ref
 // variables of TensorFlow 1 graphs. `define` gets a builder; it and `shape` are
@@ -25,14 +31,11 @@ bool RegisterWithRef(
       return shape(c, ref);
     });
     define(op, ref);
-    tensorflow::OpRegistry::Global()->Register(
-        [op](tensorflow::OpRegistrationData* data) {
-          return op.Finalize(data);
-        });
+    Register(op);
   }
   return true;
 }
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_OPS_WITH_REF_H_
+#endif  // WRAPOPT_CC_OPS_REGISTRATION_H_
