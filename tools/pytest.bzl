@@ -17,22 +17,24 @@ def pytest_room(
         deps = {},
         exclude = [],
         nightly = {},
+        shards = 1,
         tags = {},
         timeouts = {},
-        together = [],
         with_keras = []):
     """The tests of a folder, and its other modules as `helpers` of them.
 
+    By day, all files run in day_test, and those without Keras in
+    day_without_keras_test: one process imports TensorFlow, and forks a child
+    for each file. The target of a file, and that of its night, has it alone.
+
     Args:
-      args, data, deps, tags, timeouts: what some files have, by file.
+      args, data, deps, timeouts: what some files have, by file.
       exclude: files that have targets of their own.
       nightly: what runs only with `./tools/test --nightly`, beside parts of
         grids, because it takes long and is rarely red: {file: as of
         pytest_test}.
-      together: files whose tests leave the process as it was. together_test
-        runs them in one process, which imports TensorFlow once. Their own
-        targets run only by name. At most one of them makes replicas: the
-        collectives of a second strategy have the keys of the first one's.
+      shards: how many targets' worth of time day_test takes.
+      tags: the same, of files that run by day in their own targets.
       with_keras: those that have Keras in their processes, as TensorFlow's
         users do: they need it, or they run what users run.
     """
@@ -48,33 +50,43 @@ def pytest_room(
         deps = ["//tests/support"],
     )
     have_keras = native.glob(with_keras)
+    of_day = {True: [], False: []}
     for src in native.glob(["*_test.py"], exclude = exclude):
+        if src not in tags and nightly.get(src) != "all":
+            of_day[src in have_keras].append(src)
         pytest_test(
             src = src,
             args = args.get(src, []),
             data = data.get(src, []),
             nightly = nightly.get(src),
-            tags = tags.get(src, []) + (["manual"] if src in together else []),
+            tags = tags.get(src, ["manual"]),
             timeout = timeouts.get(src, "long"),
             with_keras = src in have_keras,
             deps = [":helpers"] + deps.get(src, []),
         )
-    if together:
-        at_night = [
-            "({} and ({}))".format(src[:-len(".py")], nightly[src])
-            for src in together
-            if src in nightly
-        ]
-        _pytest_test(
-            name = "together_test",
-            srcs = together,
-            args = ["--cases=day"] + ([
-                "-k='not (%s)'" % " or ".join(at_night),
-            ] if at_night else []),
-            data = [file for src in together for file in data.get(src, [])],
-            with_keras = together[0] in have_keras,
-            deps = [":helpers"],
-        )
+    for has_keras, srcs in of_day.items():
+        if srcs:
+            _pytest_test(
+                name = "day_test" if has_keras else "day_without_keras_test",
+                srcs = srcs,
+                args = ["--cases=day"] + [
+                    _at_night(src, nightly[src])
+                    for src in srcs
+                    if src in nightly
+                ] + _of(args, srcs),
+                data = depset(_of(data, srcs)).to_list(),
+                shard_count = min(shards, len(srcs)),
+                timeout = "eternal",
+                with_keras = has_keras,
+                deps = depset([":helpers"] + _of(deps, srcs)).to_list(),
+            )
+
+def _at_night(src, expression):
+    return "--at_night='%s:%s'" % (src, expression)
+
+def _of(lists, srcs):
+    """The elements of some files' lists."""
+    return [x for src in srcs for x in lists.get(src, [])]
 
 def pytest_test(
         src,
@@ -101,7 +113,7 @@ def pytest_test(
         tags = tags + _NIGHTLY
     elif nightly != "none":
         if nightly:
-            args = args + ["-k='not (%s)'" % nightly]
+            args = args + [_at_night(src, nightly)]
         _pytest_test(
             name = name[:-len("test")] + "nightly_test",
             srcs = [src],

@@ -1,4 +1,4 @@
-"""The cases of the day and of the night: tools/cases.py."""
+"""The files and cases of a target: tools/pytest_main.py, tools/cases.py."""
 
 import re
 
@@ -33,11 +33,12 @@ def cases(tmp_path):
   path = tmp_path / "program_test.py"
   path.write_text(PROGRAM)
 
-  def run(*args, **env):
+  def run(*args, files=(path,), **env):
     report = tmp_path / "report.xml"
-    done = run_python("tools/pytest_main.py", str(path), *args,
-                      pythonpath=["tools"], TEST_TMPDIR=str(tmp_path),
-                      XML_OUTPUT_FILE=str(report), **env)
+    done = run_python("tools/pytest_main.py", *map(str, files), *args,
+                      pythonpath=["tools", str(tmp_path)],
+                      TEST_TMPDIR=str(tmp_path), XML_OUTPUT_FILE=str(report),
+                      **env)
     return (re.findall(r'<testcase [^>]*\bname="([^"]+)"', report.read_text()),
             done.returncode)
 
@@ -78,3 +79,25 @@ def test_only_the_night_may_have_no_case(cases, tmp_path):
   (tmp_path / "program_test.py").write_text("def test_alone(): pass\n")
   assert cases("--cases=night") == ([], 0)
   assert cases("--cases=day", "-k=nothing") == ([], 5)
+
+
+def test_files_of_a_target(cases, tmp_path):
+  """Each has a process of its own, which has imported TensorFlow."""
+  (tmp_path / "tensorflow.py").touch()  # It stands for it, and takes no time.
+  here = "assert 'tensorflow' in sys.modules and not hasattr(sys, 'left')"
+  files = []
+  for name, code in (("first", f"{here}; sys.left = 1"), ("second", here),
+                     ("third", "os.abort()")):
+    files.append(tmp_path / f"{name}_test.py")
+    files[-1].write_text(f"import os, sys\n\ndef test_{name}(): {code}\n"
+                         "def test_late(): pass\n")
+  run = lambda *names, **env: cases(  # pylint: disable=g-long-lambda-assignment
+      "--at_night=second_test.py:late", files=names, **env)
+  assert run(*files[:2]) == (["test_first", "test_late", "test_second"], 0)
+  found, status = run(*files)
+  assert found[-1] == "crash" and status == 1
+  shard = {"TEST_SHARD_STATUS_FILE": str(tmp_path / "shards"),
+           "TEST_TOTAL_SHARDS": "2"}
+  assert run(*files, TEST_SHARD_INDEX="1", **shard) == (["test_second"], 0)
+  assert (tmp_path / "shards").exists()
+  assert run(*files[:2], TESTBRIDGE_TEST_ONLY="late") == (["test_late"] * 2, 0)
