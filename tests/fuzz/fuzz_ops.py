@@ -123,6 +123,8 @@ def _run_calls(case, world, told):
       if not case.spoiled and not models.may_refuse(case, before) and not (
           case.mode == "jit" and not _compiles(case.op)):
         raise AssertionError(f"the op refused a proper call: {error}") from e
+      if not models.tells(case, error):
+        raise AssertionError(f"a refusal does not tell why: {error}") from e
     else:
       told["done"] += 1
       compared, left_out = models.check(case, before, world.snapshot(),

@@ -829,8 +829,9 @@ def _mean(call):
       want, tolerance = want[n:], tolerance[n:]
   for k in ids:
     old = call.before[k]
-    call.demand(old.dtype in (np.int32, np.int64) and old.shape == (),
-                "such a counter")
+    # As tf.assign_add: it may be of any real numbers.
+    call.demand((tf.as_dtype(old.dtype).is_floating or old.dtype.kind in "iu")
+                and old.shape == (), "such a counter")
     with np.errstate(over="ignore"):
       call.same(k, old + old.dtype.type(1), "a counter")
 
@@ -907,6 +908,24 @@ ONE_CALL = tuple(_OF_ROUNDS)
 def model_of(op):
   """The model of an op, or None."""
   return _MODELS.get(inputs.family(op))
+
+
+# What is wrong and what was got, or what to do; and TensorFlow's own words.
+_TOLD = re.compile(
+    "must .*, got |misshapen: got .* but expected |must be named once|"
+    "must not be empty|must be one of |is not a variable|"
+    "is not initialized: |is another process |have num_workers = .*, but |"
+    "within .* seconds|was cancelled: |[Cc]ancelled before|"
+    "nsupported operations when|uninitialized value|Cannot place|"
+    "Detected at node|located in device|Timed out waiting|allowed values|"
+    "passed string|Value for attr|invalid characters|out of range|"
+    "less than minimum|at least minimum|shorter than minimum|"
+    "as long as the others|not match|don't all match", re.S)
+
+
+def tells(case, error):
+  """Whether an error of a refused call tells what is wrong."""
+  return inputs.family(case.op) == "AveragingRaise" or _TOLD.search(error)
 
 
 def may_refuse(case, before):

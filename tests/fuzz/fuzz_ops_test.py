@@ -160,15 +160,17 @@ def test_a_refused_call_that_initializes_a_variable_is_found():
   assert "got a value, want none" in wrong
 
 
-def test_a_proper_call_that_is_refused_is_found():
-  case = some_case("Wrapopt>Apply")
+@pytest.mark.parametrize("proper, found", [
+    (True, "refused a proper call"), (False, "does not tell why")])
+def test_a_refusal_without_a_reason_is_found(proper, found):
+  case = some_case("Wrapopt>Apply", proper)
 
   def hook(world):
     def refuse():
       raise tf.errors.InvalidArgumentError(None, None, "no")
     world.call = refuse
 
-  assert "refused a proper call" in fuzz_ops.run_case(case, hook)["wrong"]
+  assert found in fuzz_ops.run_case(case, hook)["wrong"]
 
 
 def test_an_accepted_call_that_is_wrong_is_found():
