@@ -305,11 +305,15 @@ def _gradient(x, shape):
   return tf.IndexedSlices(*x, shape) if isinstance(x, tuple) else x
 
 
-def _slots(trace):
-  opt = trace.optimizer
+def slots_of(opt, variables):
+  """{(name, index of the variable): slot}."""
   return {(name, i): opt.get_slot(v, name) for name in opt.get_slot_names()
-          for i, v in enumerate(trace.variables)
+          for i, v in enumerate(variables)
           if opt.get_slot(v, name) is not None}
+
+
+def _slots(trace):
+  return slots_of(trace.optimizer, trace.variables)
 
 
 def _others(trace):
