@@ -886,17 +886,15 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda opt: pickle.loads(pickle.dumps(opt)),
 }
+# Wrappers of an inner optimizer.
 COPIED = {
-    "bare": v1.train.MomentumOptimizer,
-    "average": lambda *args: wrapopt.MovingAverageOptimizer(
-        v1.train.MomentumOptimizer(*args), [0.5, 0.75]),
-    "gate": lambda *args: wrapopt.DropStaleGradientOptimizer(
-        v1.train.MomentumOptimizer(*args), 0, worker="w"),
-    "gate_of_average": lambda *args: wrapopt.DropStaleGradientOptimizer(
-        wrapopt.MovingAverageOptimizer(v1.train.MomentumOptimizer(*args)), 0),
-    "average_of_gate": lambda *args: wrapopt.MovingAverageOptimizer(
-        wrapopt.DropStaleGradientOptimizer(
-            v1.train.MomentumOptimizer(*args), 0)),
+    "bare": lambda opt: opt,
+    "average": lambda opt: wrapopt.MovingAverageOptimizer(opt, [0.5, 0.75]),
+    "gate": lambda opt: wrapopt.DropStaleGradientOptimizer(opt, 0, worker="w"),
+    "gate_of_average": lambda opt: wrapopt.DropStaleGradientOptimizer(
+        wrapopt.MovingAverageOptimizer(opt), 0),
+    "average_of_gate": lambda opt: wrapopt.MovingAverageOptimizer(
+        wrapopt.DropStaleGradientOptimizer(opt, 0)),
 }
 
 
@@ -904,7 +902,7 @@ COPIED = {
 @pytest.mark.parametrize("which", COPIED)
 def test_a_copy_goes_on_by_itself(which, copied):
   w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
-  opt = COPIED[which](1.0, 0.5)
+  opt = COPIED[which](v1.train.MomentumOptimizer(1.0, 0.5))
   take = lambda o: o.minimize(lambda: -w, step, [w])
   values = lambda o: {v.name: v.numpy().tolist() for v in o.variables()}
   of_new = COPIES[copied](opt)
