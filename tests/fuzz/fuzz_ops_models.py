@@ -18,7 +18,6 @@ import tensorflow as tf
 import fuzz_ops_inputs as inputs
 import numerics
 from fuzz_ops_runs import check_bits
-from wrapopt import _native
 
 # Processors' threads flush subnormal numbers to zero, or not.
 _FLUSHED = 1e-36
