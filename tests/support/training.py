@@ -71,7 +71,9 @@ def native_ops(function, *args):
 def session_of(graph=None, target="", **config):
   """A session in which the graph's variables are initialized."""
   graph = graph or v1.get_default_graph()
-  session = v1.Session(target, graph, v1.ConfigProto(**config))
+  # An empty configuration would leave out logical devices of the process.
+  session = v1.Session(target, graph,
+                       v1.ConfigProto(**config) if config else None)
   with graph.as_default():
     session.run(v1.global_variables_initializer())
     session.run(v1.local_variables_initializer())
