@@ -829,7 +829,11 @@ def test_a_variable_that_is_gone_is_not_kept(fused):
 @both_paths
 def test_a_function_that_is_gone_keeps_nothing(fused):
   w, opt = tf.Variable(0.0), wrap(0.5, fused=fused)
-  step = in_function(lambda: opt.minimize(lambda: -w, var_list=[w]))
+
+  @tf.function
+  def step():
+    opt.minimize(lambda: -w, var_list=[w])
+
   step()
   gone = [weakref.ref(x) for x in (step, w, opt.average(w))]
   del step, w
