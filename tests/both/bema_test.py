@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
 import averages
 import numerics
 import replicas  # pylint: disable=unused-import
 import wrapopt
+from training import moving
 from wrapopt import checkpoints
 from wrapopt._averages import _bias_correction
 from wrapopt._averages import _decays
@@ -118,8 +120,7 @@ def test_beside_another_decay(way):
         with refused:
           both.step(1.0)
         numerics.assert_same_bits(both.value("v"), want)
-      for got, want in zip(both.state(), before, strict=True):
-        numerics.assert_same_bits(got, want)
+      arrays.assert_same_bits(both.state(), before)
   for decay, want in zip(decays, alone):
     if way.is_graph:
       continue
@@ -177,11 +178,9 @@ def test_files(way, tmp_path):
           status.assert_consumed()
       else:
         run.restore(how, path)
-        for got, want in zip(run.state(), before, strict=True):
-          numerics.assert_same_bits(got, want)
+        arrays.assert_same_bits(run.state(), before)
         got = trained(run)
-      for x, want in zip(got, following):
-        numerics.assert_same_bits(x, want)
+      arrays.assert_same_bits(got, following)
     if how == "swapping_saver":
       file = tf.train.load_checkpoint(path)
       numerics.assert_same_bits(file.get_tensor("v"), average)
@@ -241,9 +240,7 @@ def test_a_statistic_is_not_corrected(use_resource, tmp_path):
     w, variance = (v1.get_variable(
         name, initializer=START, trainable=name == "w",
         use_resource=use_resource) for name in ("w", "variance"))
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), wrapopt.BEMA(**SIMPLE),
-        variables=[w, variance])
+    opt = moving(wrapopt.BEMA(**SIMPLE), variables=[w, variance])
     with tf.control_dependencies([variance.assign(variance * 0.5)]):
       train = opt.minimize(tf.reduce_sum(w))
     session.run(v1.global_variables_initializer())
@@ -256,8 +253,7 @@ def test_a_statistic_is_not_corrected(use_resource, tmp_path):
     averages.assert_close(corrected, models[0].average())
     averages.assert_close(average, models[1].s)
     with opt.averaged_weights(session):
-      for got, want in zip(session.run([w, variance]), (corrected, average)):
-        numerics.assert_same_bits(got, want)
+      arrays.assert_same_bits(session.run([w, variance]), [corrected, average])
     path = opt.swapping_saver().save(session, str(tmp_path / "model"))
     for name, want in ("w", corrected), ("variance", average):
       numerics.assert_same_bits(tf.train.load_variable(path, name), want)
@@ -268,8 +264,7 @@ def test_slices_of_a_variable(tmp_path):
     whole = v1.get_variable(
         "w", [8], initializer=v1.ones_initializer(),
         partitioner=v1.fixed_size_partitioner(2))
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), wrapopt.BEMA(**SIMPLE))
+    opt = moving(wrapopt.BEMA(**SIMPLE))
     scale = np.arange(8, dtype=np.float32)
     train = opt.minimize(tf.reduce_sum(scale * tf.convert_to_tensor(whole)))
     session.run(v1.global_variables_initializer())
@@ -321,9 +316,8 @@ def test_a_step_does_not_touch_v_0():
      "must not be or hold .* got SGD"),
     (lambda: wk.SWA(wk.MovingAverage(K.SGD(), [0.5, wrapopt.BEMA()])),
      ValueError, "of a SWA must not .* MovingAverage with a BEMA"),
-    (lambda: wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), [wrapopt.BEMA()] * 2),
-     ValueError, "must hold different decays"),
+    (lambda: moving([wrapopt.BEMA()] * 2), ValueError,
+     "must hold different decays"),
 ])
 def test_refused(make, error, message):
   with pytest.raises(error, match=message):
@@ -352,6 +346,10 @@ def optimizer(**more):
   return wk.MovingAverage(K.SGD(0.1), [0.5, wrapopt.BEMA(**SIMPLE)], **more)
 
 
+def weights_of(model):
+  return arrays.values(model.trainable_variables)
+
+
 def averages_of(model):
   return [[model.optimizer.average(v, d).numpy() for v in
            model.trainable_variables] for d in model.optimizer.decays()]
@@ -373,19 +371,14 @@ def test_fit_ends_with_the_average(decays):
   for m in kept, model:
     fit(m)
   want = averages_of(kept)
-  assert any((a != b).any() for a, b in zip(
-      want[0], [v.numpy() for v in kept.trainable_variables]))
+  assert any((a != b).any() for a, b in zip(want[0], weights_of(kept)))
   for _ in range(2):
-    for got, row in zip(averages_of(model), want, strict=True):
-      for x, y in zip(got, row, strict=True):
-        numerics.assert_same_bits(x, y)
-    for v, x in zip(model.trainable_variables, want[0]):
-      numerics.assert_same_bits(v.numpy(), x)
+    arrays.assert_same_bits(averages_of(model), want)
+    arrays.assert_same_bits(weights_of(model), want[0])
     model.optimizer.finalize_variable_values(model.trainable_variables)
   for decay, row in zip(decays, want):
     with model.optimizer.averaged_weights(model, decay=decay):
-      for v, x in zip(model.trainable_variables, row):
-        numerics.assert_same_bits(v.numpy(), x)
+      arrays.assert_same_bits(weights_of(model), row)
   fit(model)  # From the average.
   assert all(np.isfinite(x).all() for row in averages_of(model) for x in row)
 
@@ -404,20 +397,14 @@ def test_keras_files(in_place, tmp_path):
       model.save(path)
   loaded = keras.saving.load_model(path)
   assert loaded.optimizer.decays() == model.optimizer.decays()
-  for got, row in zip(averages_of(loaded), want, strict=True):
-    for x, y in zip(got, row, strict=True):
-      numerics.assert_same_bits(x, y)
+  arrays.assert_same_bits(averages_of(loaded), want)
   if in_place is None:
     for m in loaded, model:
       fit(m)
-    for x, y in zip(loaded.get_weights(), model.get_weights()):
-      numerics.assert_same_bits(x, y)
-    for got, row in zip(averages_of(loaded), averages_of(model)):
-      for x, y in zip(got, row, strict=True):
-        numerics.assert_same_bits(x, y)
+    arrays.assert_same_bits(loaded.get_weights(), model.get_weights())
+    arrays.assert_same_bits(averages_of(loaded), averages_of(model))
   else:
-    for v, x in zip(loaded.trainable_variables, want[in_place]):
-      numerics.assert_same_bits(v.numpy(), x)
+    arrays.assert_same_bits(weights_of(loaded), want[in_place])
 
 
 def test_evaluated_and_shipped(tmp_path):
@@ -441,8 +428,7 @@ def test_evaluated_and_shipped(tmp_path):
   [path] = [p for p in tmp_path.glob("*16*bema*.weights.h5")]
   other = model_of("sgd")
   other.load_weights(str(path))
-  for v, x in zip(other.trainable_variables, averages_of(model)[1]):
-    numerics.assert_same_bits(v.numpy(), x)
+  arrays.assert_same_bits(weights_of(other), averages_of(model)[1])
 
 
 def test_mirrored():

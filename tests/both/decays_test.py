@@ -13,6 +13,7 @@ import tensorflow as tf
 import wrapopt
 from training import GRAPH_MODES
 from training import graph_of
+from training import moving
 from training import type_of
 from wrapopt._averages import _decay
 import wrapopt.checkpoints
@@ -66,13 +67,10 @@ def test_half_lives():
     (lambda: wrapopt.HalfLife(steps=0), ValueError, "greater than 0, got 0"),
     (lambda: wrapopt.HalfLife(fraction=0.6), ValueError,
      "at most 0.5, got 0.6"),
-    (lambda: wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), num_updates=math.inf),
-     ValueError, "`num_updates` must be finite, got inf"),
-    (lambda: wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0),
-        [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.05)]),
-     ValueError, "must hold different decays"),
+    (lambda: moving(num_updates=math.inf), ValueError,
+     "`num_updates` must be finite, got inf"),
+    (lambda: moving([wrapopt.PowerDecay(0.05)] * 2), ValueError,
+     "must hold different decays"),
 ])
 def test_what_is_refused(make, error, match):
   with pytest.raises(error, match=match):
@@ -89,18 +87,13 @@ def test_half_lives_as_keys():
 # v1. Steps that a gate drops do not count: see fuzz/fuzz_programs_test.py.
 
 
-def descending(decay, **kwargs):
-  return wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), decay, **kwargs)
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 def test_names_and_ops_in_a_graph(kind, fused):
   decays = [wrapopt.PowerDecay(0.1), wrapopt.HalfLife(fraction=0.2), 0.9]
   with graph_of(kind) as graph:
     w = v1.get_variable("w", initializer=0.0)
-    descending(decays, fused=fused).apply_gradients([(tf.identity(w), w)])
+    moving(decays, fused=fused).apply_gradients([(tf.identity(w), w)])
     assert [v.op.name for v in v1.global_variables()] == [
         "w", "average_steps", "w/ExponentialMovingAverage",
         "w/ExponentialMovingAverage_power_2.10628",
@@ -117,7 +110,7 @@ def test_a_snapshot_of_rows_that_lag_behind(tmp_path):
   with graph_of("resource"):
     step = v1.train.get_or_create_global_step()
     w = v1.get_variable("w", initializer=np.zeros((3, 1), np.float32))
-    row, opt = v1.placeholder(tf.int32, [1]), descending(decay)
+    row, opt = v1.placeholder(tf.int32, [1]), moving(decay)
     train = opt.apply_gradients(
         [(tf.IndexedSlices(-tf.ones([1, 1]), row, [3, 1]), w)], step)
     assert opt.is_lazy(w)
@@ -135,7 +128,7 @@ def test_in_a_strategy(fused):
   strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
   with strategy.scope():
     w = tf.Variable([0.0])
-    opt = descending(wrapopt.PowerDecay(gamma=0), fused=fused)
+    opt = moving(wrapopt.PowerDecay(gamma=0), fused=fused)
   for _ in range(3):
     strategy.run(lambda: opt.apply_gradients([(-tf.ones(1), w)]))
   assert opt.average(w).numpy() == [2.0]
@@ -171,8 +164,7 @@ class Linear(_decay.Shape):
 
 def test_a_decay_profile_is_one_class(tmp_path):
   w = tf.Variable([0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), [0.0, Linear(0.5, 2)])
+  opt = moving([0.0, Linear(0.5, 2)])
   averages = []
   for _ in range(4):
     opt.minimize(lambda: -w, var_list=[w])
@@ -181,8 +173,7 @@ def test_a_decay_profile_is_one_class(tmp_path):
   assert averages == [1, 1.75, 2.375, 3.1875]
   assert opt.average_name(w, Linear(0.5, 2)).endswith("Average_linear_0.5_2")
   with pytest.raises(ValueError, match="must hold different decays.*Linear"):
-    wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), [Linear(0.5, 2)] * 2)
+    moving([Linear(0.5, 2)] * 2)
   # Keras saves and loads it; a snapshot is none of a PowerDecay.
   model = make_model([Linear(0.5, 2), 0.5])
   x = np.ones((2, 3), np.float32)

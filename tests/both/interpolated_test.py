@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
 import averages
 import numerics
 import interpolated_model
 from replicas import mirrored
 import wrapopt
+from training import sgd
 from training import type_of
 from wrapopt import checkpoints
 
@@ -44,11 +46,6 @@ def trained(run, steps=3):
   for _ in range(steps):
     run.step(1.0)
   return points(run)
-
-
-def assert_points(run, want):
-  for got, x in zip(points(run), want, strict=True):
-    numerics.assert_same_bits(got, x)
 
 
 def cases():
@@ -83,8 +80,8 @@ def test_trajectories(way, inner, schedule, dtype, sparse):
       model.step(g, rate)
       count += 1
       if count in (1, 2, 3, 50, 130):
-        for got, want in zip(points(run), (model.x, model.y, model.z)):
-          np.testing.assert_allclose(got, want, tolerance, tolerance)
+        arrays.assert_close(points(run), [model.x, model.y, model.z],
+                            tolerance, tolerance)
     # It has moved, and the three points are apart.
     x, y, z = points(run)
     assert np.abs(x - START).max() > 0.1
@@ -123,9 +120,8 @@ def test_two_passes(schedule, inner, way):
         run, inner, steps=20, **settings):
       model.inner = train_z
       model.step(g, of.rate)
-      for got, want in zip(points(run), (model.x, model.y, model.z)):
-        # Keras's rate is a float32.
-        np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+      # Keras's rate is a float32.
+      arrays.assert_close(points(run), [model.x, model.y, model.z], 1e-5, 1e-6)
     assert not run.averaging.fused
 
 
@@ -175,12 +171,11 @@ def test_in_place(way, dtype, wrapper):
         with pytest.raises(RuntimeError, match="inside averaged_weights"):
           run.averaging.z(run.variables["v"])
       numerics.assert_same_bits(run.value("v"), x)
-    assert_points(run, (x, y, z))
-    for got, want in zip(run.state(), before, strict=True):
-      numerics.assert_same_bits(got, want)
+    arrays.assert_same_bits(points(run), (x, y, z))
+    arrays.assert_same_bits(run.state(), before)
     with pytest.raises(KeyError), run.in_place():
       raise KeyError
-    assert_points(run, (x, y, z))
+    arrays.assert_same_bits(points(run), (x, y, z))
     trained(run)
     assert (run.value("v") != y).any()
     if way.half == "v1":
@@ -200,18 +195,17 @@ def test_swapping_saver(way, wrapper, tmp_path):
         wrapper: next(x for x in run.opt.variables() if x.dtype == tf.float64)})
     path = saver.save(run.session, str(tmp_path / "c"))
     file = tf.train.load_checkpoint(path)
-    for name, want in zip(("v", f"{slot}/y", slot), before):
-      numerics.assert_same_bits(file.get_tensor(name), want)
+    arrays.assert_same_bits(
+        map(file.get_tensor, ("v", f"{slot}/y", slot)), before)
     following = trained(run, 1)
     saver.restore(run.session, path)
-    assert_points(run, before)
+    arrays.assert_same_bits(points(run), before)
     trained(run, 1)
     if way.is_graph:
       # A plain Saver leaves x in the variable, and the training goes on.
       train.Saver().restore(run.session, path)
-      assert_points(run, (before[0], before[0], before[2]))
-      for got, want in zip(trained(run, 1), following):
-        np.testing.assert_allclose(got, want, 1e-5)
+      arrays.assert_same_bits(points(run), (before[0], before[0], before[2]))
+      arrays.assert_close(trained(run, 1), following, 1e-5)
       with pytest.raises(ValueError, match=f"{wrapper} is not part of var"):
         run.opt.swapping_saver([v, run.opt.z(v)])
 
@@ -239,7 +233,7 @@ def test_tf_checkpoint(way, wrapper, tmp_path):
     path = one.save("checkpoint", str(tmp_path / "c"))
     status = two.restore("checkpoint", path)
     if way.half == "keras":
-      assert_points(two, before)
+      arrays.assert_same_bits(points(two), before)
       names = [name for name, _ in tf.train.list_variables(path)]
       for part in ("z..0", "schedule"):  # TensorFlow doubles the dot.
         assert any(f"/wrapopt_{type(one.opt).__name__}/{part}/" in name
@@ -247,7 +241,7 @@ def test_tf_checkpoint(way, wrapper, tmp_path):
     want = trained(one, 1)
     trained(two, 1)
     status.assert_consumed()  # Now that Adam has made its powers.
-    assert_points(two, want)
+    arrays.assert_same_bits(points(two), want)
 
 
 @EACH
@@ -259,7 +253,7 @@ def test_seed_averages(way, wrapper):
       run.variables["v"].assign(run.value("v") + 1)
     y = run.value("v")
     run.seed()
-    assert_points(run, [y] * 3)
+    arrays.assert_same_bits(points(run), [y] * 3)
     # Again the first.
     c = 1 if wrapper == "schedule_free" else 0.125
     np.testing.assert_allclose(trained(run, 1), [
@@ -275,7 +269,7 @@ def test_with_cross_shard(way, outside):
   with running(way, around=(lambda opt: opt) if outside else cross,
                within=cross if outside else lambda opt: opt) as run:
     trained(run)
-    assert_points(run, want)
+    arrays.assert_same_bits(points(run), want)
 
 
 @EACH
@@ -290,12 +284,8 @@ def test_low_precision(way, dtype, wrapper):
       assert got.dtype == dtype
     for _ in range(3):
       model.step(np.ones((4, 3)), 0.25)
-    for got, want in zip(points(run), (model.x, model.y, model.z)):
-      np.testing.assert_allclose(got.astype(np.float64), want, 0.02, 0.02)
-
-
-def sgd():
-  return train.GradientDescentOptimizer(1.0)
+    arrays.assert_close([x.astype(np.float64) for x in points(run)],
+                        [model.x, model.y, model.z], 0.02, 0.02)
 
 
 @pytest.mark.parametrize("make, error, message", [
@@ -390,12 +380,12 @@ def test_in_replicas(wrapper, inner, function):
       np.testing.assert_allclose(local, want, 1e-5, 1e-5)
   x = alone.average(w)
   np.testing.assert_allclose(opt.average(v), x, 1e-5, 1e-5)
-  raw = [np.array(r) for r in strategy.experimental_local_results(v)]
+  raw = arrays.values(strategy.experimental_local_results(v))
   with opt.averaged_weights():
     for local in strategy.experimental_local_results(v):
       np.testing.assert_allclose(local, x, 1e-5, 1e-5)
-  for local, want in zip(strategy.experimental_local_results(v), raw):
-    numerics.assert_same_bits(np.array(local), want)
+  arrays.assert_same_bits(
+      arrays.values(strategy.experimental_local_results(v)), raw)
 
 
 @EACH
@@ -418,8 +408,7 @@ def test_replicas_in_a_session():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
       v = tf1.get_variable("v", initializer=tf.constant([1.0, 2.0]))
-      opt = wrapopt.ScheduleFreeOptimizer(
-          train.GradientDescentOptimizer(0.25), 0.5)
+      opt = wrapopt.ScheduleFreeOptimizer(sgd(0.25), 0.5)
       op = strategy.group(strategy.run(
           lambda: opt.apply_gradients([(tf.ones(2) / 2, v)])))
     with tf1.Session() as session:
@@ -471,8 +460,8 @@ def test_some_variables_hold_x_in_a_session(kind, is_late, tmp_path):
     v = {name: tf1.get_variable(
         name, initializer=tf.constant(x), use_resource=kind != "ref")
          for name, (x, _, _) in model.points.items()}
-    opt = wrapopt.PrimalAverageOptimizer(
-        train.GradientDescentOptimizer(model.RATE), model.SHARE, model.DECAY)
+    opt = wrapopt.PrimalAverageOptimizer(sgd(model.RATE), model.SHARE,
+                                         model.DECAY)
     # A later `minimize` makes z of variables that the first does not know.
     names = ["a", "abc", "bc"] if is_late else ["abc", "a", "bc"]
 

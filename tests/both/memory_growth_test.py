@@ -7,6 +7,7 @@ grow by as much as one small object a step.
 import contextlib
 import ctypes
 import gc
+import inspect
 import itertools
 import mmap
 import typing
@@ -23,13 +24,15 @@ from wrapopt._loader import ops as raw
 
 import memory
 import modes
+from training import sgd
 
 tf1 = tf.compat.v1
 ops = wrapopt.ops
 
 SHAPES = [(3, 4), (4,), ()]
 ROWS, COLUMNS = 50, 4
-RESOURCE, REF = modes.Graph(True), modes.Graph(False)
+RESOURCE, REF = modes.graphs()
+EAGER, FUNCTION, JIT = modes.Eager(), modes.Function(), modes.Jit()
 
 
 class Size(typing.NamedTuple):
@@ -50,9 +53,9 @@ def size(request):
   return request.param
 
 
-def moving_average(**kwargs):
+def moving_average():
   return wrapopt.MovingAverageOptimizer(
-      tf1.train.MomentumOptimizer(0.1, 0.9), 0.9, **kwargs)
+      tf1.train.MomentumOptimizer(0.1, 0.9), 0.9)
 
 
 def variables(mode):
@@ -73,9 +76,19 @@ _FEW = object()  # Of a slow path: see Size.
 
 def path(steps=100_000, **arguments):
   def decorator(function):
-    name = "-".join([function.__name__.strip("_"), *arguments.pop("ids", [])])
-    PATHS[name] = steps, lambda tmp_path: contextlib.contextmanager(function)(
-        tmp_path=tmp_path, **arguments)
+    name = "-".join([function.__name__, *arguments.pop("ids", [])])
+    takes = inspect.signature(function).parameters
+    PATHS[name] = steps, lambda **given: contextlib.contextmanager(function)(
+        **arguments, **{k: x for k, x in given.items() if k in takes})
+    return function
+  return decorator
+
+
+def in_modes(*some, steps=100_000):
+  """A path in each of these modes."""
+  def decorator(function):
+    for mode in some:
+      path(steps, mode=mode, ids=[mode.name])(function)
     return function
   return decorator
 
@@ -87,55 +100,42 @@ def repeated(mode, build):
     mode.session.run(tf1.global_variables_initializer())
     return mode.session.make_callable(op)
   if isinstance(mode, modes.Function):
-    function = tf.function(lambda: (build(), None)[1], autograph=False,
-                           jit_compile=mode.jit_compile)
-    return function
+    return tf.function(lambda: (build(), None)[1], autograph=False,
+                       jit_compile=mode.jit_compile)
   return build
 
 
-@path(mode=modes.Eager(), ids=["eager"])
-@path(mode=modes.Function(), ids=["function"])
-@path(mode=modes.Jit(), ids=["jit"])
-@path(mode=RESOURCE, ids=["graph"])
-@path(mode=REF, ids=["ref-graph"])
-def step(mode, tmp_path):
-  del tmp_path
+@in_modes(EAGER, FUNCTION, JIT, RESOURCE, REF)
+def step(mode):
   with mode.entered():
     opt, values = moving_average(), variables(mode)
     pairs = pairs_of(values)
     yield repeated(mode, lambda: opt.apply_gradients(pairs))
 
 
-@path(mode=modes.Eager(), ids=["eager"])
-@path(mode=modes.Function(), ids=["function"])
-@path(mode=modes.Jit(), ids=["jit"])
-@path(mode=RESOURCE, ids=["graph"])
-def lazy_rows(mode, tmp_path):
-  del tmp_path
+def lazy_step(mode, rows):
+  """(optimizer, table, a step of some of its rows)."""
+  opt = wrapopt.MovingAverageOptimizer(sgd(0.1), 0.9)
+  table = mode.variable(np.ones([ROWS, COLUMNS], np.float32), name="table")
+  slices = tf.IndexedSlices(tf.ones([len(rows), COLUMNS]), tf.constant(rows),
+                            [ROWS, COLUMNS])
+  train = repeated(mode, lambda: opt.apply_gradients([(slices, table)]))
+  train()
+  assert opt.is_lazy(table)
+  return opt, table, train
+
+
+@in_modes(EAGER, FUNCTION, JIT, RESOURCE)
+def lazy_rows(mode):
   with mode.entered():
-    opt = wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(0.1), 0.9)
-    table = mode.variable(np.ones([ROWS, COLUMNS], np.float32), name="table")
-    slices = tf.IndexedSlices(tf.ones([4, COLUMNS]), tf.constant([1, 7, 1, 3]),
-                              [ROWS, COLUMNS])
-    made = repeated(mode, lambda: opt.apply_gradients([(slices, table)]))
-    made()
-    assert opt.is_lazy(table)
-    yield made
+    yield lazy_step(mode, [1, 7, 1, 3])[2]
 
 
-@path(steps=20_000, mode=modes.Eager(), ids=["eager"])
-@path(steps=20_000, mode=RESOURCE, ids=["graph"])
-def lazy_rows_catch_up(mode, tmp_path):
+@in_modes(EAGER, RESOURCE, steps=20_000)
+def lazy_rows_catch_up(mode):
   """The average is read after each step."""
-  with contextlib.contextmanager(lazy_rows)(mode, tmp_path):
-    opt = wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(0.1), 0.9)
-    table = mode.variable(np.ones([ROWS, COLUMNS], np.float32), name="other")
-    slices = tf.IndexedSlices(tf.ones([1, COLUMNS]), tf.constant([1]),
-                              [ROWS, COLUMNS])
-    train = repeated(mode, lambda: opt.apply_gradients([(slices, table)]))
-    train()
+  with mode.entered():
+    opt, table, train = lazy_step(mode, [1])
     read = repeated(mode, lambda: tf.convert_to_tensor(opt.average(table)))
 
     def both():
@@ -148,11 +148,9 @@ def keras_values():
   return [keras.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
 
 
-@path(mode=modes.Eager(), ids=["eager"], steps=50_000)
-@path(mode=modes.Function(), ids=["function"])
-@path(mode=REF, ids=["ref-graph"])
-def schedule_free(mode, tmp_path):
-  del tmp_path
+@in_modes(EAGER, steps=50_000)
+@in_modes(FUNCTION, REF)
+def schedule_free(mode):
   with mode.entered():
     opt = wrapopt.ScheduleFreeOptimizer(tf1.train.AdamOptimizer(0.1))
     pairs = pairs_of(variables(mode))
@@ -163,8 +161,7 @@ def schedule_free(mode, tmp_path):
       ids=["moving_average"])
 @path(steps=50_000, wrapper=lambda: wrapopt.keras.ScheduleFree("adam"),
       ids=["schedule_free"])
-def keras_eager(wrapper, tmp_path):
-  del tmp_path
+def keras_eager(wrapper):
   opt, values = wrapper(), keras_values()
   grads = [tf.ones(v.shape) for v in values]
   yield lambda: opt.apply(grads, values)
@@ -177,19 +174,16 @@ def keras_eager(wrapper, tmp_path):
 @path(wrapper=lambda: wrapopt.keras.ScheduleFree("adam"), ids=["schedule_free"])
 @path(wrapper=lambda: wrapopt.keras.PrimalAverage("adam"),
       ids=["primal_average"])
-def keras_function(wrapper, tmp_path):
-  del tmp_path
+def keras_function(wrapper):
   opt, values = wrapper(), keras_values()
   opt.build(values)
   grads = [tf.ones(v.shape) for v in values]
   yield tf.function(lambda: opt.apply(grads, values), autograph=False)
 
 
-@path(mode=RESOURCE, ids=["graph"])
-@path(mode=REF, ids=["ref-graph"])
-@path(mode=modes.Eager(), ids=["eager"], steps=50_000)
-def gate(mode, tmp_path):
-  del tmp_path
+@in_modes(RESOURCE, REF)
+@in_modes(EAGER, steps=50_000)
+def gate(mode):
   with mode.entered():
     values = variables(mode)
     count = mode.variable(np.int64(0), name="count")
@@ -205,8 +199,7 @@ def gate(mode, tmp_path):
 
 
 @path()
-def rounds(tmp_path):
-  del tmp_path
+def rounds():
   handle = raw.wrapopt_averaging_rounds(
       num_workers=2, shared_name="memory_growth", dtypes=[tf.float32],
       sizes=[100], holds_center=False)
@@ -227,21 +220,15 @@ def rounds(tmp_path):
   yield turn
 
 
-@path(mode=modes.Eager(), ids=["eager"])
-@path(mode=modes.Function(), ids=["function"])
-@path(mode=RESOURCE, ids=["graph"])
-def averaging_assign(mode, tmp_path):
-  del tmp_path
+@in_modes(EAGER, FUNCTION, RESOURCE)
+def averaging_assign(mode):
   with mode.entered():
     rows = [variables(mode) for _ in range(2)]
     yield repeated(mode, lambda: ops.averaging_assign(rows, rows, [0.3, 0.7]))
 
 
-@path(steps=5_000, mode=modes.Eager(), ids=["eager"])
-@path(steps=5_000, mode=RESOURCE, ids=["graph"])
-@path(steps=5_000, mode=REF, ids=["ref-graph"])
-def averaged_weights(mode, tmp_path):
-  del tmp_path
+@in_modes(EAGER, RESOURCE, REF, steps=5_000)
+def averaged_weights(mode):
   with mode.entered():
     opt, values = moving_average(), variables(mode)
     pairs = pairs_of(values)
@@ -257,8 +244,7 @@ def averaged_weights(mode, tmp_path):
       ids=["moving_average"])
 @path(steps=5_000, wrapper=lambda: wrapopt.keras.ScheduleFree("adam"),
       ids=["schedule_free"])
-def keras_averaged_weights(wrapper, tmp_path):
-  del tmp_path
+def keras_averaged_weights(wrapper):
   opt, values = wrapper(), keras_values()
   opt.apply([tf.ones(v.shape) for v in values], values)
 
@@ -273,7 +259,7 @@ def keras_averaged_weights(wrapper, tmp_path):
 
 @path(steps=_FEW)
 def checkpoint(tmp_path):
-  opt, values = moving_average(), variables(modes.Eager())
+  opt, values = moving_average(), variables(EAGER)
   opt.apply_gradients(pairs_of(values))
   saved = tf.train.Checkpoint(opt=opt, values=values)
   yield lambda: saved.write(str(tmp_path / "checkpoint"))
@@ -304,11 +290,10 @@ def dropping():
 
 
 @path(steps=_FEW)
-def made_and_dropped_eagerly(tmp_path):
-  del tmp_path
+def made_and_dropped_eagerly():
   with dropping() as note:
     def make():
-      opt, values = moving_average(), variables(modes.Eager())
+      opt, values = moving_average(), variables(EAGER)
       opt.apply_gradients(pairs_of(values))
       with opt.averaged_weights():
         pass
@@ -322,8 +307,7 @@ def made_and_dropped_eagerly(tmp_path):
 def one_for_all_graphs():
   # Without slots: TensorFlow's optimizers hold each graph that they have slots
   # in. The averages do not.
-  opt = wrapopt.MovingAverageOptimizer(
-      tf1.train.GradientDescentOptimizer(0.1), 0.9)
+  opt = wrapopt.MovingAverageOptimizer(sgd(0.1), 0.9)
   return lambda: opt
 
 
@@ -333,8 +317,7 @@ def one_for_all_graphs():
       ids=["ref-graph"])
 @path(steps=_FEW, use_resource=True, optimizer=one_for_all_graphs,
       ids=["graph", "one_optimizer"])
-def made_and_dropped(use_resource, optimizer, tmp_path):
-  del tmp_path
+def made_and_dropped(use_resource, optimizer):
   optimizer_of_graph = optimizer()
   with dropping() as note:
     def make():
@@ -349,8 +332,7 @@ def made_and_dropped(use_resource, optimizer, tmp_path):
 
 
 @path(steps=_FEW)
-def made_and_dropped_keras(tmp_path):
-  del tmp_path
+def made_and_dropped_keras():
   with dropping() as note:
     def make():
       opt = wrapopt.keras.MovingAverage("adam", 0.9)
@@ -371,7 +353,7 @@ def test_memory_does_not_grow(name, size, tmp_path):
     steps, most = size.few, size.most_of_few
   else:
     steps, most = max(200, round(steps * size.fraction)), size.most
-  with make(tmp_path) as step_of_path:
+  with make(tmp_path=tmp_path) as step_of_path:
     found = memory.growth(step_of_path, steps)
   print(f"{name}, {steps} steps: {found}")
   if is_slow and size is SIZES["daily"]:
@@ -381,7 +363,7 @@ def test_memory_does_not_grow(name, size, tmp_path):
 
 
 @pytest.mark.parametrize("leak", ["objects", "allocated", "resident"])
-def test_a_leak_is_found(leak, size, tmp_path):
+def test_a_leak_is_found(leak, size):
   """Each measure finds what the two others do not see."""
   steps, make = PATHS["step-function"]
   steps = round(steps * size.fraction)
@@ -404,7 +386,7 @@ def test_a_leak_is_found(leak, size, tmp_path):
     else:
       pages[i * size.leak:(i + 1) * size.leak] = b"1" * size.leak
 
-  with make(tmp_path) as of_path:
+  with make() as of_path:
     found = memory.growth(leaking, steps)
   for address in addresses:
     free(address)

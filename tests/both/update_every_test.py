@@ -16,6 +16,7 @@ import averages
 import keras_versions
 from modes import address
 from training import graph_of
+from training import moving as wrap
 import wrapopt
 from wrapopt import checkpoints
 import wrapopt.keras as wk
@@ -33,11 +34,6 @@ def _seed():
 def settings(average_decay=0.5, update_every=2, **kwargs):
   return lambda run: dict(average_decay=average_decay,
                           update_every=update_every, **kwargs)
-
-
-def wrap(decay=0.5, **kwargs):
-  return wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), decay, **kwargs)
 
 
 def moving(inner="sgd", decay=0.5, **kwargs):

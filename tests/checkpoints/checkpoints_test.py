@@ -7,13 +7,17 @@ import zipfile
 
 import h5py
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import checkpoint_files
 import wrapopt
+from checkpoint_files import values_of
+from numerics import BFLOAT16
+from numerics import DTYPES
+from numerics import assert_same_bits
+from training import sgd
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _formats
@@ -24,10 +28,6 @@ from wrapopt.checkpoints import _tensorflow
 import wrapopt.keras
 
 v1 = tf.compat.v1
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
-          np.dtype(np.float64)]
 
 
 def rounded_once(x, dtype):
@@ -49,14 +49,6 @@ def mean_of(values, dtype, weights=None):
   for weight, value in zip(weights, values):
     total = total + np.float64(weight) * np.asarray(value).astype(np.float64)
   return rounded_once(np.asarray(total / unit), np.dtype(dtype))
-
-
-def assert_same_bits(got, expected):
-  got, expected = np.asarray(got), np.asarray(expected)
-  assert got.dtype == expected.dtype and got.shape == expected.shape
-  kind = f"u{got.dtype.itemsize}"
-  np.testing.assert_array_equal(np.atleast_1d(got).view(kind),
-                                np.atleast_1d(expected).view(kind))
 
 
 # Numbers
@@ -128,12 +120,6 @@ def test_each_format(tmp_path, monkeypatch, kind, function, options, weights,
 
 
 # TensorFlow's checkpoints
-
-
-def values_of(path):
-  reader = tf.train.load_checkpoint(str(path))
-  return {name: reader.get_tensor(name)
-          for name in reader.get_variable_to_shape_map()}
 
 
 def save_by_saver(path, values):
@@ -281,6 +267,13 @@ def multi_optimizer():
   return keras.optimizers.MultiOptimizer(optimizers)
 
 
+def assert_means(variables, models, dtype=np.float32, weights=None):
+  """Variables have the means of those of models."""
+  for got, *of_inputs in zip(variables, *[m.variables for m in models]):
+    assert_same_bits(got.numpy(), mean_of(
+        [v.numpy() for v in of_inputs], dtype, weights))
+
+
 OPTIMIZERS = {
     "SGD": keras.optimizers.SGD,
     "SGD with a schedule": lambda: with_schedule(keras.optimizers.SGD),
@@ -339,13 +332,11 @@ def test_the_state_of_each_optimizer_of_keras_is_copied(tmp_path, optimizer):
 @pytest.mark.parametrize("opt", [
     lambda: v1.train.MomentumOptimizer(0.1, 0.9), wrapopt.LazyAdamOptimizer,
     lambda: wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(0.1), [wrapopt.PowerDecay(0.1), 0.9]),
-    lambda: wrapopt.ScheduleFreeOptimizer(
-        v1.train.GradientDescentOptimizer(0.1)),
+        sgd(0.1), [wrapopt.PowerDecay(0.1), 0.9]),
+    lambda: wrapopt.ScheduleFreeOptimizer(sgd(0.1)),
     lambda: wrapopt.PrimalAverageOptimizer(
         v1.train.AdamOptimizer(0.1), 0.7, 0.9),
-    lambda: wrapopt.DropStaleGradientOptimizer(
-        v1.train.GradientDescentOptimizer(0.1), 3),
+    lambda: wrapopt.DropStaleGradientOptimizer(sgd(0.1), 3),
     lambda: v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
         v1.train.AdamOptimizer(0.1), v1.mixed_precision.DynamicLossScale(
             8.0, increment_period=1))],
@@ -512,10 +503,8 @@ def test_files_of_keras(tmp_path, ending, dtype):
     loaded.compile(keras.optimizers.Adam(0.5), "mse")
     loaded.optimizer.build(loaded.trainable_variables)
     loaded.load_weights(output)
-  for got, *of_inputs in zip(loaded.variables, *[m.variables for m in models]):
-    assert_same_bits(got.numpy(), mean_of(
-        [v.numpy() for v in of_inputs],
-        BFLOAT16 if dtype == "bfloat16" else dtype, [0.25, 0.5, 0.25]))
+  assert_means(loaded.variables, models, tf.as_dtype(dtype).as_numpy_dtype,
+               [0.25, 0.5, 0.25])
   assert loaded.optimizer.iterations.numpy() == 20
   np.testing.assert_array_equal(loaded.optimizer.learning_rate.numpy(),
                                 models[-1].optimizer.learning_rate.numpy())
@@ -586,20 +575,15 @@ def test_sharded_weights(tmp_path):
   for output in "mean", "mixed":
     loaded = make_model(7)
     loaded.load_weights(tmp_path / f"{output}.weights.h5")
-    for got, *of_inputs in zip(loaded.variables,
-                               *[m.variables for m in models]):
-      assert_same_bits(got.numpy(), mean_of(
-          [v.numpy() for v in of_inputs], np.float32))
+    assert_means(loaded.variables, models)
   out = tmp_path / "out.weights.json"
   refused(tmp_path, ValueError, r"must end in '.h5', since the last input is "
-          r".*m.weights.json, got .*out.weights.json", checkpoints.merge,
-          inputs, out)
+          r".*m.weights.json, got .*out.weights.json", inputs, out)
   (tmp_path / "odd.weights.json").write_text("[]")
   refused(tmp_path, ValueError, "odd.weights.json must be a JSON file with a "
-          "'weight_map', as .*, got other", checkpoints.merge,
-          tmp_path / "odd.weights.json", out)
+          "'weight_map', as .*, got other", tmp_path / "odd.weights.json", out)
   next(inputs[0].glob("*.h5")).unlink()
-  refused(tmp_path, OSError, "m_0000.*.weights.h5", checkpoints.merge, inputs,
+  refused(tmp_path, OSError, "m_0000.*.weights.h5", inputs,
           tmp_path / "new" / "out.weights.h5")
 
 
@@ -630,7 +614,8 @@ def two(tmp_path):
       "w": np.float32([i, 2]), "b": np.float32(i)}) for i in range(2)]
 
 
-def refused(tmp_path, error, match, function, *args, **kwargs):
+def refused(tmp_path, error, match, *args, function=checkpoints.merge,
+            **kwargs):
   before = {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")}
   with pytest.raises(error, match=match):
     function(*args, **kwargs)
@@ -645,58 +630,60 @@ def refused(tmp_path, error, match, function, *args, **kwargs):
     ({"decay_steps": 3}, "must be given with `decay`, got 3 and None"),
     ({"decay": "linear", "weights": [1, 1]}, "must be None with `decay`"),
     ({"copy_rest": True}, "`copy_rest` must be False but for models in folder"),
-    ({"max_shard_size": 9}, "`max_shard_size` must be None for .* files, .* 9")
+    ({"max_shard_size": 9}, "`max_shard_size` must be None for .* files, .* 9"),
+    ({"weights": [1]}, "`weights` must hold one number for each of the 2 "
+     "inputs, got 1"),
+    ({"weights": [1, np.nan]}, "`weights` must be finite"),
+    ({"weights": [1, -1]}, "sum of `weights` must be greater than 0, got 0"),
+    ({"weights": [True, True]}, "`weights` must be finite numbers, got .True, "
+     "True"),
+    ({"decay": ["linear"]}, r"`decay` must be linear, .* got \['linear'\]"),
+    ({"only": "nothing"}, "variables to average that match 'nothing', got 'b', "
+     "'w'"),
+    *(({"only": only}, "`only` must be a regular expression, got "
+       f"{re.escape(repr(only))}: ") for only in ("(", b"w", 5, ["w"])),
 ])
 def test_arguments_that_are_refused(given, match, two, tmp_path):
   if given.get("base") == "two":
     given = {**given, "base": two}
-  refused(tmp_path, ValueError, match, checkpoints.merge, two, tmp_path / "out",
-          **given)
+  refused(tmp_path, ValueError, match, two, tmp_path / "out", **given)
 
 
 def test_files_that_are_no_checkpoints(tmp_path):
   (tmp_path / "empty").mkdir()
   refused(tmp_path, FileNotFoundError, "no checkpoint in the directory .*empty",
-          checkpoints.merge, tmp_path / "empty", tmp_path / "out")
+          tmp_path / "empty", tmp_path / "out")
   for name, kwargs, match in (
       ("other", {}, "must contain model.weights.h5, got"),
       ("model.weights.h5", {"compression": zipfile.ZIP_DEFLATED},
        "must contain an uncompressed model.weights.h5")):
     with zipfile.ZipFile(tmp_path / "a.keras", "w", **kwargs) as archive:
       archive.writestr(name, "x" * 99)
-    refused(tmp_path, ValueError, match, checkpoints.merge,
-            tmp_path / "a.keras", tmp_path / "b.keras")
+    refused(tmp_path, ValueError, match, tmp_path / "a.keras",
+            tmp_path / "b.keras")
 
 
-@pytest.mark.parametrize("values, error", [
-    ({"w": np.float32([1, 2])},
+@pytest.mark.parametrize("values, at, error", [
+    ({"w": np.float32([1, 2])}, 1,
      r"odd must have the variable 'b', which .*in-1 has, got 'w'\. All inputs"),
-    ({"w": np.float32([1]), "b": np.float32(0)},
+    ({"w": np.float32([1]), "b": np.float32(0)}, 1,
      r"Variable 'w' of .*odd misshapen: got \[1\] but expected \[2\] \(its "
      r"shape in .*in-1\)"),
-    ({"w": np.int32([1, 2]), "b": np.float32(0)},
+    ({"w": np.int32([1, 2]), "b": np.float32(0)}, 1,
      r"Variable 'w' of .*odd must be of dtype float16, bfloat16, float32, "
      r"float64 or float8, as in .*in-1, got int32"),
-    ({"w": np.float32([1, 2]), "b": np.float32(0), "c": np.float32(0)},
+    ({"w": np.float32([1, 2]), "b": np.float32(0), "c": np.float32(0)}, 1,
      r"odd must not have variables that .*in-1 lacks, got 'c'"),
+    # The last tells the dtypes.
+    *(({"w": w, "b": np.float32(0)}, 2,
+       "Variable 'w' must be averaged in all inputs or in none, got one of "
+       rf"dtype float32 in .*in-0 and one of dtype {w.dtype} in .*odd\. All "
+       "inputs must be of one model")
+      for w in (np.int32([1, 2]), np.array([b"x", b"y"], object))),
 ])
-def test_inputs_that_do_not_go_together(tmp_path, two, values, error):
-  odd = save_by_saver(tmp_path / "odd", values)
-  refused(tmp_path, ValueError, error, checkpoints.merge,
-          [two[0], odd, two[1]], tmp_path / "new" / "out")
-
-
-@pytest.mark.parametrize("last, error", [
-    (np.int32([1, 2]), r"got one of dtype float32 in .*in-0 and one of dtype "
-     r"int32 in .*last\. All inputs must be of one model"),
-    (np.array([b"x", b"y"], object), "got one of dtype float32 in .*in-0 and "
-     "one of dtype object in .*last"),
-])
-def test_an_average_of_weights_is_not_a_copy(tmp_path, two, last, error):
-  last = save_by_saver(tmp_path / "last", {"w": last, "b": np.float32(0)})
-  refused(tmp_path, ValueError, "Variable 'w' must be averaged in all inputs "
-          "or in none, " + error, checkpoints.merge, [*two, last],
-          tmp_path / "new" / "out")
+def test_inputs_that_do_not_go_together(tmp_path, two, values, at, error):
+  two.insert(at, save_by_saver(tmp_path / "odd", values))
+  refused(tmp_path, ValueError, error, two, tmp_path / "new" / "out")
 
 
 def test_links_and_references_that_a_copy_would_lose(tmp_path):
@@ -717,15 +704,15 @@ def test_links_and_references_that_a_copy_would_lose(tmp_path):
         file["x"] = file["w"].ref
       else:
         file["w"].attrs["x"] = file["w"].ref
-    refused(tmp_path, ValueError, error, checkpoints.merge,
-            tmp_path / f"{name}.h5", tmp_path / "new" / "out.h5")
+    refused(tmp_path, ValueError, error, tmp_path / f"{name}.h5",
+            tmp_path / "new" / "out.h5")
 
 
 @pytest.mark.parametrize("output", ["", "out/", "new/out/", "new/..", "."])
 def test_outputs_without_a_name(tmp_path, monkeypatch, two, output):
   monkeypatch.chdir(tmp_path)
   refused(tmp_path, ValueError, "The output must end in the name of a file, "
-          f"got '{output}'. Pass a path", checkpoints.merge, two, output)
+          f"got '{output}'. Pass a path", two, output)
 
 
 def test_large_and_small_weights(tmp_path):
@@ -740,62 +727,38 @@ def test_large_and_small_weights(tmp_path):
         "w": pytest.approx(mean, rel=1e-6)}
   for weights, error in [
       ([10**400, 1], "must be finite"), ([-1e308, -1e308], "greater than 0")]:
-    refused(tmp_path, ValueError, error, checkpoints.merge, inputs,
-            tmp_path / "out", weights)
+    refused(tmp_path, ValueError, error, inputs, tmp_path / "out", weights)
 
 
 def test_bad_arguments(tmp_path, two):
   out = tmp_path / "out"
-  for error, match, function, args, kwargs in [
-      (ValueError, "`inputs` must hold at least one path", checkpoints.merge,
-       ([], out), {}),
-      (FileNotFoundError, "There is no checkpoint .*none", checkpoints.merge,
-       ([*two, tmp_path / "none"], out), {}),
-      (FileNotFoundError, "There is no checkpoint .*none.keras",
-       checkpoints.merge, ([*two, tmp_path / "none.keras"], out), {}),
-      (ValueError, "`weights` must hold one number for each of the 2 inputs, "
-       "got 1", checkpoints.merge, (two, out, [1]), {}),
-      (ValueError, "`weights` must be finite", checkpoints.merge,
-       (two, out, [1, np.nan]), {}),
-      (ValueError, "sum of `weights` must be greater than 0, got 0",
-       checkpoints.merge, (two, out, [1, -1]), {}),
+  for error, match, args, *kwargs in [
+      (ValueError, "`inputs` must hold at least one path", ([], out)),
+      *((FileNotFoundError, f"There is no checkpoint .*{name}",
+         ([*two, tmp_path / name], out)) for name in ("none", "none.keras")),
       *((ValueError, f"`decay` must be a number in .* got {decay!r}",
-         checkpoints.ema, (two, out, decay), {}) for decay in (1.5, True, "x")),
-      (ValueError, "`weights` must be finite numbers, got .True, True",
-       checkpoints.merge, (two, out, [True, True]), {}),
-      (TypeError, "`weights` must be a sequence, got 3", checkpoints.merge,
-       (two, out, 3), {}),
-      (TypeError, "`steps` must be a sequence, got 3", checkpoints.merge,
-       (two, out), {"decay": "linear", "steps": 3}),
-      (ValueError, r"`decay` must be linear, .* got \['linear'\]",
-       checkpoints.merge, (two, out), {"decay": ["linear"]}),
-      *((ValueError, "`only` must be a regular expression, got "
-         f"{re.escape(repr(only))}: ", checkpoints.merge, (two, out),
-         {"only": only}) for only in ("(", b"w", 5, ["w"])),
-      (TypeError, "`inputs` must be a sequence, got 5", checkpoints.merge,
-       (5, out), {}),
-      (TypeError, "`inputs` must be a path, .* got None", checkpoints.merge,
-       ([*two, None], out), {}),
-      (TypeError, "`output` must be a path, .* got 5", checkpoints.merge,
-       (two, 5), {}),
+         (two, out, decay), {"function": checkpoints.ema})
+        for decay in (1.5, True, "x")),
+      (TypeError, "`weights` must be a sequence, got 3", (two, out, 3)),
+      (TypeError, "`steps` must be a sequence, got 3", (two, out),
+       {"decay": "linear", "steps": 3}),
+      (TypeError, "`inputs` must be a sequence, got 5", (5, out)),
+      (TypeError, "`inputs` must be a path, .* got None", ([*two, None], out)),
+      (TypeError, "`output` must be a path, .* got 5", (two, 5)),
       (TypeError, "`relative_widths` must be a sequence, got 0.1",
-       checkpoints.sweep, (two, len, 0.1), {}),
+       (two, len, 0.1), {"function": checkpoints.sweep}),
       (TypeError, "`evaluate` must be a function of a path, got 'f'",
-       checkpoints.sweep, (two, "f", [0.1]), {}),
+       (two, "f", [0.1]), {"function": checkpoints.sweep}),
       (ValueError, "`window` must be an integer from 1 to the number of "
-       "inputs, 2, got 3", checkpoints.lawa, (two, out, 3), {}),
-      (FileNotFoundError, "There is no checkpoint .*none", checkpoints.lawa,
-       (tmp_path / "none", out), {}),
-      (ValueError, "must not end in '.keras', '.h5'", checkpoints.merge,
-       (two, tmp_path / "out.weights.h5"), {}),
-      (ValueError, "must not end in .* or '.index'", checkpoints.merge,
-       (two, tmp_path / "out.index"), {}),
-      (FileExistsError, "in-0.index exists. Remove it", checkpoints.merge,
-       (two, two[0]), {}),
-      (ValueError, "variables to average that match 'nothing', got 'b', 'w'",
-       checkpoints.merge, (two, out), {"only": "nothing"}),
-  ]:
-    refused(tmp_path, error, match, function, *args, **kwargs)
+       "inputs, 2, got 3", (two, out, 3), {"function": checkpoints.lawa}),
+      (FileNotFoundError, "There is no checkpoint .*none",
+       (tmp_path / "none", out), {"function": checkpoints.lawa}),
+      (ValueError, "must not end in '.keras', '.h5'",
+       (two, tmp_path / "out.weights.h5")),
+      (ValueError, "must not end in .* or '.index'",
+       (two, tmp_path / "out.index")),
+      (FileExistsError, "in-0.index exists. Remove it", (two, two[0]))]:
+    refused(tmp_path, error, match, *args, **dict(*kwargs))
 
 
 def test_paths_may_be_bytes(tmp_path, two):
@@ -822,7 +785,7 @@ def test_a_name_of_an_output_that_is_too_long(tmp_path, monkeypatch, two,
       return
   # Where the graph was made says nothing to a user.
   refused(tmp_path, OSError, f"^{output} cannot be written: (?s:(?!Graph).)*"
-          "File name too long", checkpoints.merge, two, output)
+          "File name too long", two, output)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.npz", "saved_model.pb",
@@ -831,7 +794,7 @@ def test_files_of_other_formats(tmp_path, name):
   (tmp_path / name).write_bytes(b"x" * 100)
   refused(tmp_path, ValueError, f"{name} must be a file of TensorFlow or "
           "Keras, got one of another format. Load other weights into the model",
-          checkpoints.merge, tmp_path / name, tmp_path / "out")
+          tmp_path / name, tmp_path / "out")
 
 
 # The byte that is damaged: its place, or a file of an archive or data in it.
@@ -864,7 +827,7 @@ def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
   data[place] ^= 1
   path.write_bytes(data)
   output = ending if ending.startswith((".keras", ".h5")) else ""
-  refused(tmp_path, OSError, error.format(i=i), checkpoints.merge,
+  refused(tmp_path, OSError, error.format(i=i),
           [tmp_path / f"in-{k}{output}" for k in range(2)],
           tmp_path / "new" / "folder" / f"out{output}")
 
@@ -944,8 +907,7 @@ def test_a_format_is_one_file_and_one_line(tmp_path, monkeypatch, capsys, two):
     output = tmp_path / "new" / name
     refused(tmp_path, ValueError, "^" + re.escape(
         f"The name of the output must {rule}, since the last input is "
-        f"{inputs[-1]}, got {output}.") + "$", checkpoints.merge, inputs,
-      output)
+        f"{inputs[-1]}, got {output}.") + "$", inputs, output)
 
 
 @pytest.mark.parametrize("last, name, rule", [

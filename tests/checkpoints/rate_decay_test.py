@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from training import moving
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _rate_decay
@@ -36,22 +37,20 @@ def decayed(shape, decay_steps, edges):
   return factors @ updates()
 
 
-def save(path, value):
-  with tf.Graph().as_default(), v1.Session() as session:
-    v = v1.get_variable("v", initializer=value)
-    session.run(v.initializer)
-    v1.train.Saver([v]).save(session, str(path))
-
-
 def merged(output):
   return tf.train.load_variable(str(output), "v")
 
 
 def write(folder, steps, name="model-{}"):
   weights = np.concatenate([np.zeros((1, 3)), updates().cumsum(0)])
-  for t in steps:
-    save(folder / name.format(t), weights[t])
-  return [str(folder / name.format(t)) for t in steps]
+  paths = [str(folder / name.format(t)) for t in steps]
+  with tf.Graph().as_default(), v1.Session() as session:
+    v = v1.get_variable("v", initializer=weights[0])
+    saver = v1.train.Saver([v], max_to_keep=len(steps))
+    for t, path in zip(steps, paths):
+      v.load(weights[t], session)
+      saver.save(session, path)
+  return paths
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -193,9 +192,7 @@ def test_steps_that_no_name_tells(tmp_path):
 def test_snapshots_of_another_decay(tmp_path):
   with tf.Graph().as_default():
     v = v1.get_variable("v", initializer=np.zeros(3))
-    step = v1.train.get_or_create_global_step()
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), 0.5)
+    step, opt = v1.train.get_or_create_global_step(), moving(0.5)
     train = opt.minimize(tf.reduce_sum(v), step)
     hook = checkpoints.SnapshotHook(opt, str(tmp_path / "snapshots"), 1)
     with v1.train.MonitoredSession(hooks=[hook]) as session:

@@ -59,18 +59,22 @@ def write_shards(folder, *shards, **others):
   return folder / INDEX
 
 
+def parts_of(path):
+  """(header, the bytes after it) of a file."""
+  raw = path.read_bytes()
+  begin = 8 + int.from_bytes(raw[:8], "little")
+  return json.loads(raw[8:begin]), raw[begin:]
+
+
 def read(path):
   """(metadata, {name: (dtype, array)}) of a file, by the library."""
+  header, data = parts_of(path)
   with safetensors.safe_open(path, "np") as file:
-    tensors = {name: file.get_slice(name) for name in file.keys()}
-    header = json.loads(path.read_bytes()[8:][:int.from_bytes(
-        path.read_bytes()[:8], "little")])
-    begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     found = {}
-    for name, tensor in tensors.items():
-      first, end = header[name]["data_offsets"]
+    for name in file.keys():
+      tensor = file.get_slice(name)
       found[name] = tensor.get_dtype(), np.frombuffer(
-          path.read_bytes()[begin + first:begin + end],
+          data[slice(*header[name]["data_offsets"])],
           KINDS[tensor.get_dtype()]).reshape(tensor.get_shape())
     return file.metadata(), found
 
@@ -149,15 +153,13 @@ def test_what_is_copied(tmp_path, monkeypatch):
   out = tmp_path / "out.safetensors"
   command.main(["merge", f"{tmp_path}/0.safetensors",
                 f"{tmp_path}/1.safetensors", "--output", str(out)])
-  raw = out.read_bytes()
-  size = int.from_bytes(raw[:8], "little")
-  header = json.loads(raw[8:8 + size])
-  assert size % 8 == 0 and header["odd"]["dtype"] == "F8_E8M0"
+  header, data = parts_of(out)
+  assert header["odd"]["dtype"] == "F8_E8M0"
+  assert (out.stat().st_size - len(data)) % 8 == 0
   for name, x in header.items():  # Numbers are aligned.
     if x.get("dtype") in KINDS:
       assert x["data_offsets"][0] % KINDS[x["dtype"]].itemsize == 0, name
-  begin, end = header["odd"]["data_offsets"]
-  assert raw[8 + size:][begin:end] == bytes([1, 7, 9])
+  assert data[slice(*header["odd"]["data_offsets"])] == bytes([1, 7, 9])
   assert header["__metadata__"]["format"] == "pt"
   assert header["__metadata__"]["made by"] == "1"
   made = json.loads(header["__metadata__"]["wrapopt"])

@@ -12,10 +12,14 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from checkpoint_files import values_of
 from snapshot_kills import check_whole
 from snapshot_kills import kill_in_a_loop
+from training import descend
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
+from training import moving
+from training import sgd
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _files
@@ -28,12 +32,6 @@ import wrapopt.keras
 v1 = tf.compat.v1
 
 NARROW, WIDE = wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)
-
-
-def values_of(path):
-  reader = tf.train.load_checkpoint(str(path))
-  return {name: reader.get_tensor(name)
-          for name in reader.get_variable_to_shape_map()}
 
 
 # Profiles
@@ -111,15 +109,12 @@ def test_exponents_far_from_those_of_snapshots(gamma):
 def test_snapshots_of_a_session(tmp_path, kind, dtype):
   directory = tmp_path / "snapshots"
   step = v1.train.get_or_create_global_step()
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), [NARROW, 0.5],
-      shadow_dtype=tf.float32)
+  opt = moving([NARROW, 0.5], shadow_dtype=tf.float32)
   v = v1.get_variable("v", [3], initializer=v1.zeros_initializer)
   h = v1.get_variable("h", [2], tf.float16, v1.zeros_initializer)
   parts = v1.get_variable("parts", [4, 2], initializer=v1.zeros_initializer,
                           partitioner=v1.fixed_size_partitioner(2))
-  train = opt.apply_gradients(
-      [(-tf.ones_like(x), x) for x in (v, h, *parts)], step)
+  train = descend(opt, v, h, *parts, step=step)
   hook = checkpoints.SnapshotHook(opt, directory, 3, dtype)
   with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
     for _ in range(7):
@@ -155,11 +150,10 @@ def test_snapshots_of_a_session(tmp_path, kind, dtype):
 
 
 def test_a_hook_is_checked(tmp_path):
-  sgd = v1.train.GradientDescentOptimizer(1.0)
-  opt = wrapopt.MovingAverageOptimizer(sgd, NARROW)
+  opt = moving(NARROW)
   for error, match, args in [
       (TypeError, "`opt` must be a wrapopt.MovingAverageOptimizer, .*, got ",
-       (sgd, tmp_path, 1)),
+       (sgd(), tmp_path, 1)),
       (TypeError, "`save_steps` must be an integer", (opt, tmp_path, 1.5)),
       (ValueError, "`save_steps` must be at least 1", (opt, tmp_path, 0)),
       (TypeError, "`directory` must be a path, .* got 5", (opt, 5, 1)),
@@ -184,9 +178,8 @@ def test_no_snapshot_while_the_averages_are_in_place(tmp_path):
   with graph_of("resource"):
     step = v1.train.get_or_create_global_step()
     v = v1.get_variable("v", initializer=0.0)
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), 0.5)
-    train = opt.apply_gradients([(-tf.ones_like(v), v)], step)
+    opt = moving(0.5)
+    train = descend(opt, v, step=step)
     others = step.assign_add(5)  # The steps of other workers.
     hook = checkpoints.SnapshotHook(opt, tmp_path, 3)
     with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
@@ -220,6 +213,19 @@ def make_model(decays, optimizer=None):
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=["accuracy"])
   return model
+
+
+def loaded(path):
+  """A plain model with the weights of a file."""
+  model = make_model([NARROW], keras.optimizers.SGD(0.1))
+  model.load_weights(path)
+  return model
+
+
+def fit(model, *callbacks):
+  """An epoch of 16 steps."""
+  model.fit(*digits_like(), batch_size=16, verbose=0,
+            callbacks=list(callbacks))
 
 
 class Record(keras.callbacks.Callback):
@@ -261,10 +267,9 @@ def test_widths_made_afterwards_are_those_that_were_tracked(run, width,
   assert len(snapshots) == 32
   output = tmp_path / "width.weights.h5"
   fit = checkpoints.posthoc(snapshots, output, width)
-  loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
-  loaded.load_weights(output)
+  plain = loaded(output)
   got, tracked = (np.concatenate([np.ravel(x) for x in of]) for of in (
-      [v.numpy() for v in loaded.trainable_variables],
+      [v.numpy() for v in plain.trainable_variables],
       [model.optimizer.average(v, wrapopt.PowerDecay(width)).numpy()
        for v in model.trainable_variables]))
   # The difference is a sum of values of steps, whose weights have this norm and
@@ -282,20 +287,17 @@ def test_widths_made_afterwards_are_those_that_were_tracked(run, width,
     assert np.linalg.norm(got - tracked) < (
         0.1 * np.linalg.norm(narrow - tracked))
   # What there is beside the weights is that of the last snapshot.
-  for a, b in zip(loaded.non_trainable_variables,
+  for a, b in zip(plain.non_trainable_variables,
                   model.non_trainable_variables):
     np.testing.assert_array_equal(a, b)
 
 
 def test_a_snapshot_is_a_file_of_the_model(run):
   model, directory, _ = run
-  loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
-  loaded.load_weights(
-      directory / "snapshots" / f"snapshot-160-{WIDE}.weights.h5")
-  for v, u in zip(model.trainable_variables, loaded.trainable_variables):
+  path = directory / "snapshots" / f"snapshot-160-{WIDE}.weights.h5"
+  for v, u in zip(model.trainable_variables, loaded(path).trainable_variables):
     np.testing.assert_array_equal(model.optimizer.average(v, WIDE), u)
-  with h5py.File(directory / "snapshots" /
-                 f"snapshot-160-{WIDE}.weights.h5") as file:
+  with h5py.File(path) as file:
     assert "optimizer" not in file
     note = json.loads(file["wrapopt/snapshot"][()])
   assert note == {"step": 160, "steps": 160, "gamma": WIDE.gamma,
@@ -317,11 +319,8 @@ def test_an_earlier_time(run, tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_as_large(run, tmp_path, dtype):
   model = make_model([NARROW, WIDE])
-  x, y = digits_like()
-  model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[
-      wrapopt.keras.Snapshots(tmp_path / "snapshots", 4, dtype)])
-  loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
-  loaded.load_weights(tmp_path / "snapshots" / f"snapshot-16-{WIDE}.weights.h5")
+  fit(model, wrapopt.keras.Snapshots(tmp_path / "snapshots", 4, dtype))
+  loaded(tmp_path / "snapshots" / f"snapshot-16-{WIDE}.weights.h5")
   checkpoints.posthoc(tmp_path / "snapshots", tmp_path / "out.weights.h5", 0.1)
   with h5py.File(tmp_path / "out.weights.h5") as file:
     got = file["layers/dense/vars/0"]
@@ -335,38 +334,31 @@ def test_what_does_not_fit_into_float16_is_an_error(tmp_path):
   model = make_model(NARROW)
   model.trainable_variables[0].assign(
       np.full(model.trainable_variables[0].shape, 1e5))
-  x, y = digits_like()
   with pytest.raises(ValueError, match="must be at most 65504 in magnitude"):
-    model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[
-        wrapopt.keras.Snapshots(tmp_path, 4, "float16")])
+    fit(model, wrapopt.keras.Snapshots(tmp_path, 4, "float16"))
   assert not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_thread_ends_the_training(tmp_path):
-  model = make_model(NARROW)
-  x, y = digits_like()
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError):
-    model.fit(x, y, batch_size=16, verbose=0, callbacks=[
-        wrapopt.keras.Snapshots(tmp_path / "file", 4)])
+    fit(make_model(NARROW), wrapopt.keras.Snapshots(tmp_path / "file", 4))
   with pytest.raises(ValueError, match="Snapshots needs an optimizer that "
                      "keeps averages, such as .*, got SGD, which model.com"):
-    make_model(NARROW, keras.optimizers.SGD()).fit(
-        x, y, callbacks=[wrapopt.keras.Snapshots(tmp_path, 4)])
+    fit(make_model(NARROW, keras.optimizers.SGD()),
+        wrapopt.keras.Snapshots(tmp_path, 4))
 
 
 @pytest.mark.parametrize("wrapper", [
     wrapopt.keras.SWA, wrapopt.keras.Lookahead])
 def test_other_averages(wrapper, tmp_path):
   model = make_model(None, wrapper(keras.optimizers.SGD(0.1)))
-  x, y = digits_like()
-  fit = lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[
-      wrapopt.keras.Snapshots(tmp_path, 16)])
+  snapshots = wrapopt.keras.Snapshots(tmp_path, 16)
   if wrapper is wrapopt.keras.Lookahead:
     with pytest.raises(ValueError, match="got Lookahead, which model.compile"):
-      fit()
+      fit(model, snapshots)
     return
-  fit()
+  fit(model, snapshots)
   path = tmp_path / "snapshot-16-average.weights.h5"
   with h5py.File(path) as file:
     np.testing.assert_array_equal(
@@ -380,10 +372,8 @@ def test_other_averages(wrapper, tmp_path):
 def test_averages_of_batch_normalizations_are_in_snapshots(tmp_path):
   model = make_model(None, wrapopt.keras.MovingAverage(
       keras.optimizers.SGD(0.1), NARROW, average_batch_norm=True))
-  x, y = digits_like()
-  model.fit(x, y, batch_size=16, verbose=0, callbacks=[
-      wrapopt.keras.EvaluateWithAverages(),
-      wrapopt.keras.Snapshots(tmp_path, 16)])
+  fit(model, wrapopt.keras.EvaluateWithAverages(),
+      wrapopt.keras.Snapshots(tmp_path, 16))
   # After fit the model holds its averages.
   with h5py.File(tmp_path / f"snapshot-16-{NARROW}.weights.h5") as file:
     np.testing.assert_array_equal(
@@ -399,11 +389,9 @@ def test_factors_that_keras_merges_have_no_snapshots(tmp_path, built):
     model.optimizer.build(model.trainable_variables)
   layer = next(x for x in model.layers if isinstance(x, keras.layers.Dense))
   layer.enable_lora(2)
-  x, y = digits_like()
   with pytest.raises(ValueError, match="got '.*(lora_kernel_a|kernel)', which "
                      ".* does not save.*merged kernel has no average"):
-    model.fit(x, y, batch_size=16, verbose=0, callbacks=[
-        wrapopt.keras.Snapshots(tmp_path, 16)])
+    fit(model, wrapopt.keras.Snapshots(tmp_path, 16))
   assert not list(tmp_path.iterdir())
 
 
@@ -463,15 +451,12 @@ def test_a_damaged_note(run, tmp_path, change):
 
 def accuracy(path):
   """What test_sweep evaluates."""
-  model = make_model([NARROW], keras.optimizers.SGD(0.1))
-  model.load_weights(path)
-  return model.evaluate(*digits_like(), verbose=0)[1]
+  return loaded(path).evaluate(*digits_like(), verbose=0)[1]
 
 
 def recalibrated(path):
   """The same, with statistics of batch normalizations that fit the weights."""
-  model = make_model([NARROW], keras.optimizers.SGD(0.1))
-  model.load_weights(path)
+  model = loaded(path)
   x, _ = digits_like()
   wrapopt.keras.recalibrate_batch_norm(model, [x])
   before = model.layers[0](x).numpy()
@@ -620,13 +605,11 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
 
     monkeypatch.setattr(where, name, watched)
 
-  watch(_files, "to_disk")
-  watch(os, "replace")
-  watch(os, "unlink")
-  watch(_h5.H5Sink, "write")
-  watch(_h5.H5Sink, "_finish")
-  watch(_tensorflow.TensorFlowSink, "write")
-  watch(_tensorflow.TensorFlowSink, "_finish")
+  for where, name in (
+      (_files, "to_disk"), (os, "replace"), (os, "unlink"),
+      *((sink, name) for sink in (_h5.H5Sink, _tensorflow.TensorFlowSink)
+        for name in ("write", "_finish"))):
+    watch(where, name)
   # The second is written in place of the first, in as many data files or not.
   for steps, size in enumerate(sizes, 1):
     monkeypatch.setattr(_tensorflow, "_DATA_FILE", size)

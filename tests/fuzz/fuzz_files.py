@@ -144,13 +144,6 @@ def _tree(directory):
   return found
 
 
-def _put(path, data, in_place=False):
-  """Writes a file, with a time long ago if it is there before the run."""
-  with open(path, "r+b" if in_place and os.path.exists(path) else "wb") as file:
-    file.write(data)
-    file.truncate()
-
-
 def _damaged(data, other, rng):
   """Bytes with some damage; `other` are those of another version."""
   data = bytearray(data)
@@ -261,7 +254,8 @@ class Run:
     return os.path.join(self.directory, name)
 
   def put(self, name, data):
-    _put(self.path(name), data)
+    with open(self.path(name), "wb") as file:
+      file.write(data)
     os.utime(self.path(name), (_LONG_AGO, _LONG_AGO))
     self.files[name] = data
 
@@ -441,9 +435,7 @@ def _run_change(run):
     if how == "remove":
       _remove(path)
     elif how == "replace":
-      beside = path + ".new"
-      _write_quietly(beside, after)
-      os.rename(beside, path)
+      _replace(path, after)
     else:
       _write_quietly(path, after)
     run.files[victim] = after
@@ -467,21 +459,22 @@ def _write_quietly(path, data):
   os.close(descriptor)
 
 
+def _replace(path, data):
+  _write_quietly(path + ".new", data)
+  os.rename(path + ".new", path)
+
+
 def _run_race(run):
   victim, named = _victim(run)
   path = run.path(victim)
   versions = [run.corpus.files[run.case.format, v][victim] for v in range(2)]
-  in_place = run.case.rng.random() < 0.5
+  write = _write_quietly if run.case.rng.random() < 0.5 else _replace
 
   def change(end):
     turn = 0
     while not end.is_set():
       turn += 1
-      if in_place:
-        _write_quietly(path, versions[turn % 2])
-      else:
-        _write_quietly(path + ".new", versions[turn % 2])
-        os.rename(path + ".new", path)
+      write(path, versions[turn % 2])
 
   @contextlib.contextmanager
   def racing():

@@ -18,7 +18,6 @@ import tensorflow as tf
 import fuzz_ops_inputs as inputs
 import numerics
 from fuzz_ops_runs import check_bits
-from wrapopt import _native
 
 # Processors' threads flush subnormal numbers to zero, or not.
 _FLUSHED = 1e-36
@@ -208,7 +207,7 @@ def _apply(call):
       shadow = shadows[j * n + i]
       old, value = call.before[shadow], call.after[states[0][i]]
       if log_decays:
-        _lazy(call, shadow, states[0][i], log_decays[j * n + i],
+        _lazy(call, shadow, log_decays[j * n + i],
               call.before[states[0][i]], value, decays[j],
               call.ids("indices")[i])
       else:
@@ -279,20 +278,18 @@ def _sums(call, log_decays, rows):
   return sums[:rows], sums[rows]
 
 
-def _lazy(call, shadow, value, log_decays, old_value, new_value, decay, rows):
+def _lazy(call, shadow, log_decays, old_value, new_value, decay, rows):
   """A shadow whose rows lag behind: `rows`, or all if None, move.
 
   Args:
     call: A Call.
     shadow: A variable.
-    value: Its value's.
     log_decays: Its log decays'.
     old_value: What the value was before the step.
     new_value: What it is after the step.
     decay: That of the step; None if there is none.
     rows: Indices, or None.
   """
-  del value
   call.touched.update([shadow, log_decays])
   old = call.before[shadow]
   count = old.shape[0]
@@ -368,8 +365,8 @@ def _lagging(kind):
       indices = _indices(call, i, shape) if rows else None
       for j in range(k):
         x = call.before[value]
-        _lazy(call, shadows[j * n + i], value, log_decays[j * n + i], x, x,
-              decays[j], indices)
+        _lazy(call, shadows[j * n + i], log_decays[j * n + i], x, x, decays[j],
+              indices)
   return model
 
 

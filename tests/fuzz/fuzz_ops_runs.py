@@ -444,10 +444,12 @@ class World:
         ("Staleness", "BeginUpdate")):
       return None
     try:
-      return [int(x) for x in self._raw("Wrapopt>StalenessRecord",
-                                        step=self.handles[step[0]])]
+      return [int(x) for x in self._record(self.handles[step[0]])]
     except REFUSED:
       return None
+
+  def _record(self, step):
+    return self._raw("Wrapopt>StalenessRecord", step=step)
 
   def close(self):
     for handle in self.named:
@@ -566,19 +568,11 @@ class GraphWorld(World):
   def check_held(self):
     pass
 
-  def probe(self):
-    step = self.case.inputs.get("step")
-    if not step or not inputs.family(self.case.op).startswith(
-        ("Staleness", "BeginUpdate")):
-      return None
-    try:
-      with self.graph.as_default():
-        ref = self.case.mode == "ref-graph"
-        made = self._raw("Wrapopt>StalenessRecord" + "Ref" * ref,
-                         step=self.handles[step[0]])
-        return [int(x) for x in self.session.run(list(made))]
-    except REFUSED:
-      return None
+  def _record(self, step):
+    with self.graph.as_default():
+      ref = self.case.mode == "ref-graph"
+      return self.session.run(list(self._raw(
+          "Wrapopt>StalenessRecord" + "Ref" * ref, step=step)))
 
   def close(self):
     self.session.close()

@@ -2,8 +2,6 @@
 
 import contextlib
 
-import numpy as np
-
 import programs
 import programs_model
 import programs_writer as writer

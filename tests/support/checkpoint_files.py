@@ -119,6 +119,13 @@ def _write_h5(to, values, seed):
       file["layers/same"] = file["layers/dense/bias"]
 
 
+def values_of(path):
+  """{name: array} of a checkpoint of TensorFlow, as it reads them."""
+  reader = tf.train.load_checkpoint(str(path))
+  return {name: reader.get_tensor(name)
+          for name in reader.get_variable_to_shape_map()}
+
+
 def contents(format, path):  # pylint: disable=redefined-builtin
   """All that a checkpoint holds.
 
@@ -130,10 +137,9 @@ def contents(format, path):  # pylint: disable=redefined-builtin
     {name: array, bytes, or a str for what cannot be read}.
   """
   if format.startswith("tensorflow") or format == "objects":
-    reader = tf.train.load_checkpoint(path)
-    dtypes = reader.get_variable_to_dtype_map()
-    return {name: np.asarray(reader.get_tensor(name), dtype.as_numpy_dtype)
-            for name, dtype in dtypes.items()}
+    dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    return {name: np.asarray(value, dtypes[name].as_numpy_dtype)
+            for name, value in values_of(path).items()}
   if format == "keras":
     with zipfile.ZipFile(path) as archive:
       found = {name: archive.read(name) for name in archive.namelist()}

@@ -43,6 +43,15 @@ def kind(request):
     yield request.param
 
 
+def sgd(rate=1.0):
+  return v1.train.GradientDescentOptimizer(rate)
+
+
+def moving(*args, **kwargs):
+  """Averages around gradient descent at the rate 1."""
+  return wrapopt.MovingAverageOptimizer(sgd(), *args, **kwargs)
+
+
 def descend(opt, *variables, step=None):
   """A step that adds one to each variable, where the learning rate is one."""
   return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
@@ -59,10 +68,12 @@ def native_ops(function, *args):
       for n in nodes if n.op.startswith("Wrapopt>"))
 
 
-def session_of(graph=None):
+def session_of(graph=None, target="", **config):
   """A session in which the graph's variables are initialized."""
   graph = graph or v1.get_default_graph()
-  session = v1.Session(graph=graph)
+  # An empty configuration would leave out logical devices of the process.
+  session = v1.Session(target, graph,
+                       v1.ConfigProto(**config) if config else None)
   with graph.as_default():
     session.run(v1.global_variables_initializer())
     session.run(v1.local_variables_initializer())
@@ -111,10 +122,7 @@ def ops_that_run(graph, fetch, feeds=None, runs=1):
     {type: number of ops that ran}, and all nodes of the devices' graphs.
   """
   metadata = v1.RunMetadata()
-  config = v1.ConfigProto(device_count={"CPU": 8})
-  with graph.as_default(), v1.Session(config=config) as session:
-    session.run(v1.global_variables_initializer())
-    session.run(v1.local_variables_initializer())
+  with session_of(graph, device_count={"CPU": 8}) as session:
     for _ in range(runs - 1):
       session.run(fetch, feeds)
     session.run(fetch, feeds, run_metadata=metadata,
@@ -299,11 +307,15 @@ def _gradient(x, shape):
   return tf.IndexedSlices(*x, shape) if isinstance(x, tuple) else x
 
 
-def _slots(trace):
-  opt = trace.optimizer
+def slots_of(opt, variables):
+  """{(name, index of the variable): slot}."""
   return {(name, i): opt.get_slot(v, name) for name in opt.get_slot_names()
-          for i, v in enumerate(trace.variables)
+          for i, v in enumerate(variables)
           if opt.get_slot(v, name) is not None}
+
+
+def _slots(trace):
+  return slots_of(trace.optimizer, trace.variables)
 
 
 def _others(trace):

@@ -12,6 +12,7 @@ from training import ancestors
 from training import assert_same_bits
 from training import kind  # pylint: disable=unused-import
 from training import reads_of
+from training import session_of
 from wrapopt._v1._graphs import _control_flow
 from wrapopt._v1._workers import _centers
 
@@ -19,13 +20,9 @@ tf1 = tf.compat.v1
 A, B, C = (f"/device:CPU:{i}" for i in range(3))
 
 
-@contextlib.contextmanager
 def session():
   """One with three devices, in which nothing is rewritten."""
-  with tf1.Session(config=tf1.ConfigProto(device_count={"CPU": 3})) as s:
-    s.run([tf1.global_variables_initializer(),
-           tf1.local_variables_initializer()])
-    yield s
+  return session_of(device_count={"CPU": 3})
 
 
 def variable(value, device=A, dtype=tf.float32, **kwargs):

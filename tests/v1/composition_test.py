@@ -11,7 +11,9 @@ from training import GRAPH_MODES
 from training import MODES
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
+from training import moving
 from training import session_of
+from training import sgd
 from training import train
 from wrapopt import _composition
 from wrapopt._v1 import _wrapper
@@ -64,7 +66,7 @@ class Wrapped:
       self.variables = [tf1.get_variable(f"v{i}", initializer=np.float32(x))
                         for i, x in enumerate(INITIAL)]
     self.step = tf1.Variable(0, dtype=tf.int64, trainable=False, name="step")
-    self.opt = tf1.train.GradientDescentOptimizer(RATE)
+    self.opt = sgd(RATE)
     self.wrappers = {}
     for name in reversed(chain):
       self.opt = self.wrappers[name] = self.wrap(name)
@@ -137,9 +139,8 @@ def test_an_exchange_moves_rows_that_no_gradient_touches(fused):
     with tf1.variable_scope("", custom_getter=getter):
       w = tf1.get_variable("w", initializer=np.float32(value))
     step = tf1.Variable(0, dtype=tf.int64, trainable=False, name="step")
-    moving = wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(RATE), DECAY, fused=fused)
-    opt = wrapopt.ElasticAverageOptimizer(moving, 1, getter, PERIOD,
+    inner = wrapopt.MovingAverageOptimizer(sgd(RATE), DECAY, fused=fused)
+    opt = wrapopt.ElasticAverageOptimizer(inner, 1, getter, PERIOD,
                                           MOVING_RATE, rho=0.0)
     row = tf1.placeholder(tf.int64, [1])
     train = opt.apply_gradients(
@@ -156,10 +157,9 @@ def test_an_exchange_moves_rows_that_no_gradient_touches(fused):
           difference = MOVING_RATE * (value - center)
           value -= difference
           center += difference
-      np.testing.assert_allclose(session.run(w), value, atol=1e-6)
-      np.testing.assert_allclose(session.run(moving.average(w)), average,
-                                 atol=1e-6)
-  assert not moving.is_lazy(w)
+      np.testing.assert_allclose(session.run([w, inner.average(w)]),
+                                 [value, average], atol=1e-6)
+  assert not inner.is_lazy(w)
 
 
 def test_no_step_around_an_exchange_while_averages_are_in_place():
@@ -168,8 +168,8 @@ def test_no_step_around_an_exchange_while_averages_are_in_place():
     getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
     with tf1.variable_scope("", custom_getter=getter):
       w = tf1.get_variable("w", initializer=[1.0])
-    opt = wrapopt.MovingAverageOptimizer(wrapopt.ElasticAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(RATE), 1, getter), DECAY)
+    opt = wrapopt.MovingAverageOptimizer(
+        wrapopt.ElasticAverageOptimizer(sgd(RATE), 1, getter), DECAY)
     train = opt.apply_gradients([(tf.constant([2.0]), w)])
     with session_of() as session:
       session.run(train)
@@ -232,31 +232,28 @@ class Clip(_wrapper.WrapperOptimizer):
 
 
 def test_a_new_wrapper_hides_nothing():
-  with graph_of("resource"), tf1.Session() as session:
-    v = tf1.get_variable("v", [], initializer=tf1.zeros_initializer())
+  with graph_of("resource"):
+    v = tf1.get_variable("v", initializer=0.0)
     step = tf1.train.get_or_create_global_step()
-    gate = wrapopt.DropStaleGradientOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), 0)
+    gate = wrapopt.DropStaleGradientOptimizer(sgd(), 0)
     opt = wrapopt.MovingAverageOptimizer(Clip(gate), 0.5)
     apply = opt.minimize(-4.0 * v, step)
-    session.run(tf1.global_variables_initializer())
-    for _ in range(2):
-      session.run(apply)
-    # 0 and 1 give 0.5, and 2 gives 1.25.
-    assert session.run([v, opt.average(v), step]) == [2.0, 1.25, 2]
+    with session_of() as session:
+      for _ in range(2):
+        session.run(apply)
+      # 0 and 1 give 0.5, and 2 gives 1.25.
+      assert session.run([v, opt.average(v), step]) == [2.0, 1.25, 2]
 
 
 @pytest.mark.parametrize("hide", [Foreign, Twice])
 def test_what_another_optimizer_hides(hide):
   with graph_of("resource"):
-    hidden = hide(wrapopt.DropStaleGradientOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), 0))
+    hidden = hide(wrapopt.DropStaleGradientOptimizer(sgd(), 0))
     with pytest.raises(ValueError, match="must not be or hold a DropStale.*: "
                        f".* does not tell .* Wrap {type(hidden).__qualname__} "
                        r"around both. Got .*\(DropStaleGradientOptimizer"):
       wrapopt.MovingAverageOptimizer(hidden)
-    wrapopt.DropStaleGradientOptimizer(hide(wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0))), 0)
+    wrapopt.DropStaleGradientOptimizer(hide(moving()), 0)
 
 
 def synchronized(opt):
@@ -277,7 +274,7 @@ def synchronized(opt):
      "Use one of the two")])
 def test_what_would_not_see_synchronized_steps(name, wrap, remedy, between):
   with graph_of("resource") as graph:
-    opt = between(synchronized(tf1.train.GradientDescentOptimizer(1.0)))
+    opt = between(synchronized(sgd()))
     with pytest.raises(ValueError, match=f"`opt` of {name} must not be or hold "
                        rf"a SyncReplicasOptimizer: .*{remedy}. Got .*"
                        r"SyncReplicasOptimizer\(GradientDescent"):
@@ -292,9 +289,8 @@ def test_what_would_not_see_synchronized_steps(name, wrap, remedy, between):
 def test_synchronized_steps(wrap, kind):
   step = tf1.train.get_or_create_global_step()
   v = tf1.get_variable("v", initializer=0.0)
-  moving = wrapopt.MovingAverageOptimizer(
-      tf1.train.GradientDescentOptimizer(1.0), 0.5)
-  opt = wrap(moving)
+  averaging = moving(0.5)
+  opt = wrap(averaging)
   train = opt.minimize(tf.constant(-1.0) * v, step)
   sync = opt if isinstance(opt, SYNC) else opt._optimizer
   # The thread of the chief would run the ops of its queue runner.
@@ -305,14 +301,14 @@ def test_synchronized_steps(wrap, kind):
       session.run(train)
       session.run(sync.get_chief_queue_runner().enqueue_ops)
     # 0 and 1 give 0.5, and 2 gives 1.25.
-    assert session.run([v, moving.average(v), step]) == [2.0, 1.25, 2]
+    assert session.run([v, averaging.average(v), step]) == [2.0, 1.25, 2]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_subclass_with_a_step_of_its_own(mode):
   """What it does with gradients is not passed over."""
   trace = train(mode, lambda step: wrapopt.MovingAverageOptimizer(
-      Twice(tf1.train.GradientDescentOptimizer(1.0)), 0.5),
+      Twice(sgd()), 0.5),
                 {"v": np.float32([1])}, [{"v": np.float32([1])}])
   assert not trace.optimizer.fused
   assert trace.values[1] == [[-1.0]]

@@ -5,6 +5,7 @@ collectives that are computed here.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import socket
@@ -22,6 +23,7 @@ from training import assert_same_bits
 from training import graph_of
 from training import ops_of_type
 from training import session_of
+from training import slots_of
 from training import train
 
 SHARDS = 4
@@ -52,8 +54,8 @@ def sgd():
   return v1.GradientDescentOptimizer(0.5)
 
 
-def sgd_shards(*args, **kwargs):
-  return wrapopt.CrossShardOptimizer(sgd(), *args, **kwargs)
+def sharded(*args, make=sgd, **kwargs):
+  return wrapopt.CrossShardOptimizer(make(), *args, **kwargs)
 
 
 # The model: each shard's loss is linear in its variables, with coefficients of
@@ -123,6 +125,13 @@ def expected(make_inner, groups, reduction, dtype=np.float32):
   return [traces[shard] for shard in range(SHARDS)]
 
 
+def assert_step(trace, step, values, slots):
+  """A shard holds after this step what a Trace does."""
+  assert_same_bits(values, trace.values[1 + step])
+  assert slots.keys() == trace.slots[step].keys()
+  assert_same_bits(slots.values(), trace.slots[step].values())
+
+
 def assert_groups_differ(histories, groups):
   """Shards share the history of their group, which is no other group's."""
   last = [np.concatenate([np.ravel(x) for x in history[-1]])
@@ -154,8 +163,8 @@ def graph_def(kind, make, context=contextlib.nullcontext):
                          ids=["none", "tpu"])
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 def test_the_graph_of_one_shard_is_that_of_the_inner(kind, context, groups):
-  got = graph_def(kind, lambda: wrapopt.CrossShardOptimizer(
-      INNER["adam"](), group_assignment=groups), context)
+  got = graph_def(kind, lambda: sharded(
+      make=INNER["adam"], group_assignment=groups), context)
   assert got == graph_def(kind, INNER["adam"])
 
 
@@ -247,18 +256,14 @@ def test_a_tpu_trains(inner, kind, reduction, groups):
     feeds = {name: tf.compat.v1.placeholder(tf.float32, x.shape[2:])
              for name, x in coefficients().items()}
     rows = tf.compat.v1.placeholder(tf.int32, [3])
-    opt = wrapopt.CrossShardOptimizer(INNER[inner](), reduction,
-                                      group_assignment=groups)
+    opt = sharded(reduction, make=INNER[inner], group_assignment=groups)
     train_op = opt.minimize(lambda: loss_of(variables, feeds, rows),
                             var_list=list(variables.values()))
     types = [op.type for op in ancestors(train_op)]
     # The table's rows and their indices; all else is dense.
     assert types.count("AllToAll") == 2
     assert types.count("CrossReplicaSum") == 3
-    state = [list(variables.values()),
-             {(name, i): opt.get_slot(v, name) for name in opt.get_slot_names()
-              for i, v in enumerate(variables.values())
-              if opt.get_slot(v, name) is not None}]
+    state = [list(variables.values()), slots_of(opt, variables.values())]
     histories = [[] for _ in range(SHARDS)]
     with Pod(graph) as pod:
       pod.run(tf.compat.v1.global_variables_initializer())
@@ -269,9 +274,7 @@ def test_a_tpu_trains(inner, kind, reduction, groups):
              rows: looked_up()[shard]} for shard in range(SHARDS)])
         for shard, (values, slots) in enumerate(pod.run(state)):
           histories[shard].append(values)
-          assert_same_bits(values, want[shard].values[1 + step])
-          assert slots.keys() == want[shard].slots[step].keys()
-          assert_same_bits(slots.values(), want[shard].slots[step].values())
+          assert_step(want[shard], step, values, slots)
   assert_groups_differ(histories, groups)
 
 
@@ -307,9 +310,7 @@ def test_groups_of_a_tpu_strategy():
   with tf.Graph().as_default():
     strategy = tf.distribute.MirroredStrategy(
         [f"/cpu:{i}" for i in range(SHARDS)])
-    with strategy.scope():
-      w = tf.Variable([1.0])
-      opt = sgd_shards(group_assignment=PAIRS)
+    w, opt = in_scope(strategy, [1.0], group_assignment=PAIRS)
 
     def replica():
       with tpu_function.tpu_shard_context(SHARDS):
@@ -328,7 +329,7 @@ def test_groups_of_a_tpu_strategy():
 def test_what_is_summed_already_is_left_on_a_tpu():
   with tf.Graph().as_default(), tpu_function.tpu_shard_context(2):
     w = tf.Variable([1.0])
-    sgd_shards().apply_gradients([(tf.constant([1.0]), w)],
+    sharded().apply_gradients([(tf.constant([1.0]), w)],
                                  skip_gradients_aggregation=True)
     assert not ops_of_type("CrossReplicaSum")
 
@@ -352,7 +353,7 @@ def copies(strategy, variable):
 def in_scope(strategy, value, *args, **kwargs):
   """A variable that each replica has, and its optimizer."""
   with strategy.scope():
-    return tf.Variable(value), sgd_shards(*args, **kwargs)
+    return tf.Variable(value), sharded(*args, **kwargs)
 
 
 def mine(x):
@@ -365,18 +366,19 @@ def averaging(opt):
   return wrapopt.MovingAverageOptimizer(opt, 0.5, fused=False)
 
 
+def averaged_momentum():
+  return averaging(INNER["momentum"]())
+
+
 # A bare optimizer, and that one over shards.
 SHARDED = {
-    **{name: (make, lambda *args, make=make: wrapopt.CrossShardOptimizer(
-        make(), *args)) for name, make in INNER.items()},
+    **{name: (make, functools.partial(sharded, make=make))
+       for name, make in INNER.items()},
     "CrossShardOptimizer(MovingAverageOptimizer)": (
-        lambda: averaging(INNER["momentum"]()),
-        lambda *args: wrapopt.CrossShardOptimizer(
-            averaging(INNER["momentum"]()), *args)),
+        averaged_momentum, functools.partial(sharded, make=averaged_momentum)),
     "MovingAverageOptimizer(CrossShardOptimizer)": (
-        lambda: averaging(INNER["momentum"]()),
-        lambda *args: averaging(wrapopt.CrossShardOptimizer(
-            INNER["momentum"](), *args))),
+        averaged_momentum,
+        lambda *args: averaging(sharded(*args, make=INNER["momentum"]))),
 }
 
 
@@ -415,16 +417,12 @@ def test_replicas_train(strategy, name, mode, reduction, groups):
     run({name: tf.constant(x[step]) for name, x in coefficients().items()})
     assert copies(strategy, step_count) == [step + 1] * SHARDS
     values = [copies(strategy, v) for v in variables.values()]
-    slots = {(name, i): copies(strategy, opt.get_slot(v, name))
-             for name in opt.get_slot_names()
-             for i, v in enumerate(variables.values())
-             if opt.get_slot(v, name) is not None}
+    slots = {key: copies(strategy, slot)
+             for key, slot in slots_of(opt, variables.values()).items()}
     for shard in range(SHARDS):
       histories[shard].append([x[shard] for x in values])
-      assert_same_bits(histories[shard][-1], want[shard].values[1 + step])
-      assert slots.keys() == want[shard].slots[step].keys()
-      assert_same_bits([x[shard] for x in slots.values()],
-                       want[shard].slots[step].values())
+      assert_step(want[shard], step, histories[shard][-1],
+                  {key: x[shard] for key, x in slots.items()})
     if step == 0:
       first = traces
   assert_groups_differ(histories, groups)
@@ -493,7 +491,7 @@ def test_the_collectives_of_a_step(strategy):
 
   def collectives(groups):
     with strategy.scope():
-      opt = sgd_shards(group_assignment=groups)
+      opt = sharded(group_assignment=groups)
 
     @tf.function
     def step():
@@ -521,7 +519,7 @@ def test_the_collectives_of_a_step(strategy):
 def test_constraints_in_groups(strategy):
   with strategy.scope():
     w = tf.Variable([0.0], constraint=lambda x: tf.clip_by_value(x, -2, 2))
-    opt = sgd_shards(Reduction.SUM, group_assignment=PAIRS)
+    opt = sharded(Reduction.SUM, group_assignment=PAIRS)
   gradients = tf.constant([[1.0], [1.0], [-3.0], [-4.0]])
   strategy.run(lambda: opt.apply_gradients([(mine(gradients), w)]))
   assert copies(strategy, w) == [-1, -1, 2, 2]
@@ -535,9 +533,9 @@ def test_dynamic_loss_scaling(strategy, outside, groups):
   scaled = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
   with strategy.scope():
     w = tf.Variable([1.0])
-    opt = (scaled(sgd_shards(group_assignment=groups), "dynamic") if outside
-           else wrapopt.CrossShardOptimizer(scaled(sgd(), "dynamic"),
-                                            group_assignment=groups))
+    opt = (scaled(sharded(group_assignment=groups), "dynamic") if outside
+           else sharded(make=lambda: scaled(sgd(), "dynamic"),
+                        group_assignment=groups))
   coefficients = tf.constant([[2.0], [6.0], [-4.0], [-12.0]])
   strategy.run(lambda: opt.minimize(lambda: w * mine(coefficients),
                                     var_list=[w]))
@@ -560,10 +558,8 @@ def test_gradients_are_the_shards_own_before_they_are_applied(strategy):
 
 
 def test_what_a_checkpoint_of_groups_holds(strategy, tmp_path):
-  with strategy.scope():
-    w = tf.Variable([0.0])
-    opt = wrapopt.CrossShardOptimizer(INNER["momentum"](), Reduction.SUM,
-                                      group_assignment=PAIRS)
+  w, opt = in_scope(strategy, [0.0], Reduction.SUM, make=INNER["momentum"],
+                    group_assignment=PAIRS)
   gradients = tf.constant([[0.0], [1.0], [2.0], [3.0]])
   step = lambda: strategy.run(
       lambda: opt.apply_gradients([(mine(gradients), w)]))
@@ -582,7 +578,7 @@ def test_what_is_summed_already_is_left_in_replicas(strategy):
     w = tf.Variable([0.0])
   gradients = tf.constant([[1.0], [2.0], [3.0], [4.0]])
   for groups in (None, PAIRS):
-    opt = sgd_shards(group_assignment=groups)
+    opt = sharded(group_assignment=groups)
     w.assign([0.0])
     strategy.run(lambda: opt.apply_gradients(
         [(mine(gradients), w)], skip_gradients_aggregation=True))
@@ -598,8 +594,7 @@ def test_replicas_in_a_session(groups):
       w = tf.compat.v1.get_variable("w", initializer=[1.0])
       table = tf.compat.v1.get_variable("t", initializer=[[1.0], [2.0], [3.0]])
       step = v1.get_or_create_global_step()
-      opt = wrapopt.CrossShardOptimizer(INNER["momentum"](),
-                                        group_assignment=groups)
+      opt = sharded(make=INNER["momentum"], group_assignment=groups)
 
     def replica():
       shard = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -704,42 +699,37 @@ def test_workers_train():
 # What is refused.
 
 
-def test_what_is_no_optimizer():
-  with pytest.raises(TypeError, match=r"`opt` must be a tf\.compat\.v1\.train"
-                     r"\.Optimizer, got builtins\.object"):
-    wrapopt.CrossShardOptimizer(object())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_sum_over_batch_size",
-                                       None, tf.distribute.ReduceOp.SUM])
-def test_what_is_no_reduction(reduction):
-  with pytest.raises(ValueError, match="`reduction` must be .*, got"):
-    sgd_shards(reduction)
+@pytest.mark.parametrize("arguments, error, text", [
+    ({"make": object}, TypeError, r"`opt` must be a tf\.compat\.v1\.train"
+     r"\.Optimizer, got builtins\.object"),
+    *(({"reduction": x}, ValueError, "`reduction` must be .*, got")
+      for x in ("mean", "weighted_sum_over_batch_size", None,
+                tf.distribute.ReduceOp.SUM))])
+def test_what_is_no_optimizer_and_no_reduction(arguments, error, text):
+  with pytest.raises(error, match=text):
+    sharded(**arguments)
 
 
 @pytest.mark.parametrize("groups, text", [
     (3, "must be a list of lists of ints, got 3"),
     ([0, 1], r"must be a list of lists of ints, got \[0, 1\]"),
-    ([["0", "1"]], "must be a list of lists of ints"),
-    ([[0.0, 1.0]], "must be a list of lists of ints"),
-    ([[0, 1], [1, 0]], "each shard once, got"),
-    ([[0, 0]], "each shard once, got"),
-    ([[0, 2]], "must be a permutation of"),
-    ([[1, 2]], "must be a permutation of"),
-    ([[-1, 0]], "must be a permutation of"),
-    ([[]], "must be a permutation of"),
-    ([[0, 1], [2]], "must be of one size, got"),
-    ([[0, 1], []], "must be of one size, got")], ids=str)
+    *((x, "must be a list of lists of ints") for x in (
+        [["0", "1"]], [[0.0, 1.0]])),
+    *((x, "each shard once, got") for x in ([[0, 1], [1, 0]], [[0, 0]])),
+    *((x, "must be a permutation of") for x in (
+        [[0, 2]], [[1, 2]], [[-1, 0]], [[]])),
+    *((x, "must be of one size, got") for x in (
+        [[0, 1], [2]], [[0, 1], []]))], ids=str)
 def test_what_is_no_assignment(groups, text):
   with pytest.raises(ValueError, match=f"`group_assignment` .*{text}"):
-    sgd_shards(group_assignment=groups)
+    sharded(group_assignment=groups)
 
 
 @pytest.mark.parametrize("groups", [
     ((0, 1), (2, 3)), np.array(PAIRS), iter([[0, 1], range(2, 4)])],
                          ids=["tuples", "array", "iterators"])
 def test_what_is_an_assignment(groups):
-  opt = sgd_shards(group_assignment=groups)
+  opt = sharded(group_assignment=groups)
   for _ in range(2):  # An iterator is not used up.
     with tf.Graph().as_default(), tpu_function.tpu_shard_context(SHARDS):
       opt.minimize(tf.Variable([1.0]) * 2)
@@ -749,7 +739,7 @@ def test_what_is_an_assignment(groups):
 
 def test_an_assignment_that_is_changed_later():
   groups = [[0, 1], [2, 3]]
-  opt = sgd_shards(group_assignment=groups)
+  opt = sharded(group_assignment=groups)
   groups[0][0] = 7
   with tf.Graph().as_default(), tpu_function.tpu_shard_context(SHARDS):
     opt.minimize(tf.Variable([1.0]) * 2)
@@ -765,7 +755,7 @@ def test_another_number_of_shards(context, shards):
   with tf.Graph().as_default() as graph, context():
     w = tf.Variable([1.0])
     loss, gradient = w * 2, tf.constant([1.0])
-    opt = sgd_shards(group_assignment=PAIRS)
+    opt = sharded(group_assignment=PAIRS)
     before = len(graph.get_operations())
     with pytest.raises(ValueError, match=text):
       opt.compute_gradients(loss, [w])
@@ -797,13 +787,11 @@ def test_variables_of_central_storage():
       ["/cpu:0", "/cpu:1"])
   gradients = tf.constant([[2.0], [6.0]])
   for groups in (None, [[1, 0]]):
-    with strategy.scope():
-      w = tf.Variable([1.0])
-      opt = sgd_shards(group_assignment=groups)
+    w, opt = in_scope(strategy, [1.0], group_assignment=groups)
     strategy.run(lambda: opt.minimize(lambda: w * mine(gradients),
                                       var_list=[w]))
     assert w.numpy() == -1
-  opt = sgd_shards(group_assignment=[[0], [1]])
+  opt = sharded(group_assignment=[[0], [1]])
   with pytest.raises(ValueError, match="must have its own copy"):
     strategy.run(lambda: opt.apply_gradients([(mine(gradients), w)]))
   assert w.numpy() == -1
@@ -813,7 +801,7 @@ def test_a_variable_that_replicas_share(strategy):
   w, unused = tf.Variable([1.0], name="w"), tf.Variable([1.0])
   with strategy.scope():
     v = tf.Variable([1.0])
-  opt = sgd_shards(group_assignment=PAIRS)
+  opt = sharded(group_assignment=PAIRS)
   with pytest.raises(ValueError, match="must have its own copy of a variable "
                      r"if there are several groups, .*, got one copy for all "
                      r"of 'w:0'"):
@@ -829,10 +817,8 @@ def test_what_is_no_gradient(strategy):
   text = "Gradient must be a tensor, a tf.IndexedSlices or None, got"
   with tf.Graph().as_default(), tpu_function.tpu_shard_context(2):
     with pytest.raises(TypeError, match=text):
-      sgd_shards().apply_gradients([(object(), tf.Variable([1.0]))])
-  with strategy.scope():
-    w = tf.Variable([1.0])
-  opt = sgd_shards(group_assignment=PAIRS)
+      sharded().apply_gradients([(object(), tf.Variable([1.0]))])
+  w, opt = in_scope(strategy, [1.0], group_assignment=PAIRS)
   with pytest.raises(TypeError, match=text):
     strategy.run(lambda: opt.apply_gradients([(object(), w)]))
 
@@ -841,7 +827,7 @@ def test_no_gradients_at_all(strategy):
   with strategy.scope():
     v, count = tf.Variable([1.0], name="v"), tf.Variable(0)
   for groups in (None, PAIRS):
-    opt = sgd_shards(group_assignment=groups)
+    opt = sharded(group_assignment=groups)
     with pytest.raises(ValueError, match="No gradients provided for any "
                        r"variable, got variables \['v:0'\]"):
       strategy.run(lambda: opt.apply_gradients([(None, v)], count))
@@ -850,6 +836,6 @@ def test_no_gradients_at_all(strategy):
   assert copies(strategy, count) == [0] * SHARDS
   with tf.Graph().as_default(), tpu_function.tpu_shard_context(2):
     with pytest.raises(ValueError, match="No gradients provided"):
-      sgd_shards().apply_gradients([(None, tf.Variable([1.0]))])
+      sharded().apply_gradients([(None, tf.Variable([1.0]))])
     with pytest.raises(ValueError, match="No variables provided"):
-      sgd_shards().apply_gradients([])
+      sharded().apply_gradients([])

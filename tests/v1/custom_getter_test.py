@@ -12,7 +12,6 @@ import wrapopt
 from training import assert_same_bits
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
-from training import session_of
 
 tf1 = tf.compat.v1
 GLOBAL = tf1.GraphKeys.GLOBAL_VARIABLES
@@ -58,6 +57,15 @@ def one_variable(make, *args, **kwargs):
   getter, maps = make("/cpu:0")
   with scope(getter):
     return tf1.get_variable("v", *args, **kwargs), getter, maps
+
+
+@contextlib.contextmanager
+def initialized():
+  """A session after one run of all initializers."""
+  with tf1.Session() as session:
+    session.run([tf1.global_variables_initializer(),
+                 tf1.local_variables_initializer()])
+    yield session
 
 
 def names(collection):
@@ -127,9 +135,7 @@ INITIALIZERS = {
 def test_one_run_of_initializers_gives_equal_values(make, kind, case):
   v, _, maps = one_variable(make, **INITIALIZERS[case])
   copies = [m[v] for m in maps.values()]
-  with tf1.Session() as session:
-    session.run([tf1.global_variables_initializer(),
-                 tf1.local_variables_initializer()])
+  with initialized() as session:
     value, *others = session.run([v, *copies])
     for other in others:
       assert_same_bits([other], [value])
@@ -226,9 +232,7 @@ def test_partitioned(make, kind, initializer, tmp_path):
     assert [m[s].op.name for s in v] == [
         f"{prefix}model/v/part_{i}" for i in range(3)]
     assert len(m) == 3
-  with tf1.Session() as session:
-    session.run([tf1.global_variables_initializer(),
-                 tf1.local_variables_initializer()])
+  with initialized() as session:
     want = session.run(list(v))
     assert [x.shape for x in want] == [(2, 2), (2, 2), (1, 2)]
     for m in maps.values():
@@ -310,9 +314,7 @@ def test_an_unknown_shape(make, kind):
       make, initializer=lambda: tf1.placeholder_with_default(
           tf.constant([1.0, 2.0]), [None]), validate_shape=False)
   assert not v.shape.is_fully_defined()
-  with tf1.Session() as session:
-    session.run([tf1.global_variables_initializer(),
-                 tf1.local_variables_initializer()])
+  with initialized() as session:
     for m in maps.values():
       assert_same_bits([session.run(m[v])], [np.float32([1, 2])])
 
@@ -359,7 +361,6 @@ def test_slots_may_be_made_in_the_scope(make, kind):
     opt = tf1.train.AdamOptimizer(0.5)
     train = opt.minimize(tf.reduce_sum(v))
   assert all(list(m) == [v] for m in maps.values())
-  with session_of() as session:
-    session.run(tf1.local_variables_initializer())
+  with initialized() as session:
     session.run(train)
     np.testing.assert_allclose(session.run(v), [0.5], rtol=1e-6)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
 import chaos_link
 import numerics
 import wrapopt
@@ -24,6 +25,7 @@ from training import kind  # pylint: disable=unused-import
 from training import graphs_in
 from training import ops_of_type
 from training import session_of
+from training import sgd
 
 tf1 = tf.compat.v1
 v1 = tf1.train
@@ -76,6 +78,13 @@ def inner(momentum, use_locking=False):
           else v1.GradientDescentOptimizer(0.25, use_locking))
 
 
+def gated(policy, staleness=5, make=lambda: inner(0), start=START, **kwargs):
+  """(variable, global step, gate)."""
+  w, step = tf.Variable(start), tf.Variable(0, dtype=tf.int64)
+  return w, step, Drop(make(), staleness, global_step=step,
+                       policy=POLICIES.get(policy, policy), **kwargs)
+
+
 def loss_of(w):
   return tf.reduce_sum(tf.pow(w, 4)) / 4
 
@@ -96,10 +105,7 @@ def check(server, w, slots):
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_workers_in_eager_mode(policy, momentum, fused):
-  w = tf.Variable(START)
-  step = tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(momentum), 5, global_step=step, policy=POLICIES[policy],
-             fused=fused)
+  w, step, opt = gated(policy, make=lambda: inner(momentum), fused=fused)
   server = Server(POLICIES[policy], momentum)
   rng = np.random.default_rng(0)
   waiting = []
@@ -121,8 +127,7 @@ def test_workers_in_eager_mode(policy, momentum, fused):
 
 
 def test_a_gradient_beyond_the_limit_is_dropped():
-  w, step = tf.Variable([1.0]), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 0, global_step=step, policy=wrapopt.GapAware())
+  w, step, opt = gated("gap", 0)
   one, two = (opt.compute_gradients(lambda: loss_of(w), [w]) for _ in range(2))
   opt.apply_gradients(one)
   after, size = w.numpy(), opt.get_slot(w, "step_size").numpy()
@@ -137,8 +142,7 @@ def test_the_snapshot_of_a_record_stays_with_steps_of_tensorflow():
   for make in (lambda: inner(0), lambda: inner(0, True),
                lambda: v1.ProximalGradientDescentOptimizer(0.25)):
     start = np.float32(START)
-    w, step = tf.Variable(start), tf.Variable(0, dtype=tf.int64)
-    opt = Drop(make(), 9, global_step=step, policy=POLICIES["constant"])
+    w, _, opt = gated("constant", 9, make, start)
     held = opt.compute_gradients(lambda: loss_of(w), [w])
     weights = opt._records._eager.last.recorded._wrapopt_weights.get(w)
     opt.apply_gradients(opt.compute_gradients(lambda: loss_of(w), [w]))
@@ -149,8 +153,7 @@ def test_the_snapshot_of_a_record_stays_with_steps_of_tensorflow():
 
 
 def test_a_tape_in_a_block_of_record_step():
-  w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 9, global_step=step, policy=POLICIES["adaptive"])
+  w, _, opt = gated("adaptive", 9)
   server = Server(POLICIES["adaptive"])
   with opt.record_step() as recorded:
     with tf.GradientTape() as tape:
@@ -166,8 +169,7 @@ def test_a_tape_in_a_block_of_record_step():
 
 
 def test_a_function_in_a_block_of_record_step():
-  w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 9, global_step=step, policy=POLICIES["constant"])
+  w, _, opt = gated("constant", 9)
   server = Server(POLICIES["constant"])
 
   @tf.function
@@ -209,9 +211,7 @@ def with_a_step_between(w, take):
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_function(policy, fused):
-  w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 5, global_step=step, policy=POLICIES[policy],
-             fused=fused)
+  w, step, opt = gated(policy, fused=fused)
   server = Server(POLICIES[policy])
 
   def other_step():
@@ -245,19 +245,21 @@ def cluster():
   yield servers[1].target
 
 
-def late_step(opt, step, other_loss, own_loss):
+def late_step(opt, step, other_loss, own_loss, gate=None):
   """A loss, and the op of its step, which comes after another one.
 
   Args:
-    opt: The gate.
+    opt: The gate, or a wrapper around it.
     step: The global step.
     other_loss: A function that returns the loss of the other step.
     own_loss: A function of the op of the other step, which returns the loss.
+    gate: The gate, if it is not `opt`.
   """
-  with opt.record_step():
+  gate = gate or opt
+  with gate.record_step():
     loss = other_loss()
   other = opt.minimize(loss, step)
-  with opt.record_step():
+  with gate.record_step():
     loss = own_loss(other)
   return loss, opt.minimize(loss, step)
 
@@ -378,9 +380,7 @@ def test_averages_of_rows_that_lag_behind(policy):
   start = np.arange(1.0, 13).reshape(6, 2) / 8
   results = []
   for lazy in (None, False):
-    table = tf.Variable(start)
-    gate = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
-                policy=POLICIES[policy])
+    table, _, gate = gated(policy, start=start)
     opt = wrapopt.MovingAverageOptimizer(gate, 0.5, lazy=lazy)
     taken = [gate.compute_gradients(
         lambda b=b: loss_of(tf.nn.embedding_lookup(table, b)), [table])
@@ -388,8 +388,7 @@ def test_averages_of_rows_that_lag_behind(policy):
     for pairs in taken:
       opt.apply_gradients(pairs, gate._global_step)
     results.append([table.numpy(), opt.average(table).numpy()])
-  for got, want in zip(*results):
-    np.testing.assert_allclose(got, want, rtol=1e-12)
+  arrays.assert_close(*results, rtol=1e-12)
   # The row of one gradient.
   server = Server(POLICIES[policy], start=start[4])
   server.apply(server.gradient(start[4]), start[4])
@@ -412,8 +411,7 @@ def test_a_step_while_averages_are_in_place_changes_nothing(fused):
       with opt.averaged_weights(session):
         with pytest.raises(tf.errors.OpError):
           session.run(train)
-      for got, want in zip(session.run([w, slot]), before):
-        np.testing.assert_array_equal(got, want)
+      arrays.assert_same(session.run([w, slot]), before)
 
 
 # {name: makes wrappers of a gate and, if they need one, of a custom getter}.
@@ -464,16 +462,13 @@ def test_a_graph(chain, v2, policy, fused, kind):
       server.apply(server.gradient(origin), origin)
       average = (average + server.w) / 2
 
-    def other_step():
+    def other_step(other):
       session.run(other)
       apply(server.w.copy())
 
-    with the_gate.record_step():
-      other_loss = loss_of(w)
-    other = opt.minimize(other_loss, step)
-    with the_gate.record_step():
-      loss = with_a_step_between(w, other_step)
-    train = opt.minimize(loss, step)
+    loss, train = late_step(
+        opt, step, lambda: loss_of(w), lambda other: with_a_step_between(
+            w, lambda: other_step(other)), the_gate)
     hooks = [x.make_session_run_hook(*args) for x, args in (
         (the_gate._optimizer, () if chain == "drop-model" else (True, 0)),)
              if getter]
@@ -509,9 +504,7 @@ def test_a_graph(chain, v2, policy, fused, kind):
 
 def trained(policy):
   """(variable, optimizer) after a step."""
-  w = tf.Variable(START)
-  opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
-             policy=POLICIES[policy])
+  w, _, opt = gated(policy)
   opt.minimize(lambda: loss_of(w), var_list=[w])
   return w, opt
 
@@ -524,9 +517,7 @@ def test_a_checkpoint_holds_the_state(tmp_path, policy, late):
   path = tf.train.Checkpoint(w=w, opt=opt).write(str(tmp_path / "ckpt"))
   want = opt.get_slot(w, name).numpy()
   assert (want > 0).all()
-  new = tf.Variable(np.zeros(3))
-  opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
-             policy=POLICIES[policy])
+  new, _, opt = gated(policy, start=np.zeros(3))
   if not late:
     opt.minimize(lambda: loss_of(new), var_list=[new])
   tf.train.Checkpoint(w=new, opt=opt).read(path)
@@ -556,10 +547,9 @@ def test_a_saver_holds_the_state(tmp_path):
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_low_precision_is_compensated_in_float32(fused):
-  w = tf.Variable(tf.ones([2], tf.bfloat16))
-  opt = Drop(v1.GradientDescentOptimizer(1.0), 5, fused=fused,
-             policy=wrapopt.DelayCompensation(1, adaptive=False),
-             global_step=tf.Variable(0, dtype=tf.int64))
+  w, step, opt = gated(
+      wrapopt.DelayCompensation(1, adaptive=False), make=sgd,
+      start=tf.ones([2], tf.bfloat16), fused=fused)
   with opt.record_step() as recorded:
     w.read_value()
   opt.apply_gradients([(tf.ones([2], tf.bfloat16), w)], recorded=recorded,
@@ -568,8 +558,8 @@ def test_low_precision_is_compensated_in_float32(fused):
   # bfloat16.
   np.testing.assert_array_equal(
       np.float32(w), [-1 / 256 if fused is None else 0, 0])
-  opt = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
-             policy=wrapopt.GapAware(), fused=fused)
+  opt = Drop(inner(0), 5, global_step=step, policy=wrapopt.GapAware(),
+             fused=fused)
   opt.minimize(lambda: loss_of(w), var_list=[w])
   assert opt.get_slot(w, "step_size").dtype == tf.float32
 
@@ -582,8 +572,7 @@ def test_a_copy_has_its_own_records():
 
 
 def test_given_origins():
-  w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt = Drop(inner(0), 5, global_step=step, policy=POLICIES["constant"])
+  w, step, opt = gated("constant")
   with opt.record_step() as recorded:
     pass
   opt.apply_gradients([(tf.constant(START ** 3), w), (None, step)],
@@ -594,9 +583,8 @@ def test_given_origins():
 
 
 def test_weights_that_are_not_known_are_refused():
-  w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  opt, plain = (Drop(inner(0), 5, global_step=step, policy=policy)
-                for policy in (POLICIES["constant"], "drop"))
+  w, step, opt = gated("constant")
+  plain = Drop(inner(0), 5, global_step=step)
   with opt.record_step() as recorded:
     pass
   unknown = ("The weights that a gradient was computed from must be known for "

@@ -13,6 +13,7 @@ from training import GRAPH_MODES
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of
+from training import sgd
 from training import session_of
 from wrapopt._averages import _replicas
 from wrapopt._gates import _tokens
@@ -26,6 +27,8 @@ INNER = {
     "momentum": lambda: v1.MomentumOptimizer(0.5, 0.75),
     "adam": lambda: v1.AdamOptimizer(0.5, 0.5, 0.75, epsilon=0.01),
 }
+both_paths = pytest.mark.parametrize("fused", [None, False],
+                                     ids=["fused", "cond"])
 PLACES = [(kind, v2) for kind in GRAPH_MODES for v2 in (False, True)]
 
 
@@ -47,10 +50,6 @@ def graph(request):
   kind, v2 = request.param
   with control_flow(v2), graph_of(kind):
     yield kind
-
-
-def sgd():
-  return v1.GradientDescentOptimizer(1.0)
 
 
 def make_step(dtype=tf.int64):
@@ -334,11 +333,11 @@ def test_the_step_of_the_graph(graph):
   w, step = tf1.Variable(8.0, name="w"), tf1.train.get_or_create_global_step()
   opt = Drop(v1.GradientDescentOptimizer(1.0), 0)
   [record] = records_before(opt.minimize(w * 1.0, step))
-  handle = step.handle if hasattr(step, "handle") else step._ref()
-  assert record.inputs[0] is handle
+  assert record.inputs[0] is (
+      step.handle if hasattr(step, "handle") else step._ref())
 
 
-@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@both_paths
 @pytest.mark.parametrize("limit", [-1, np.array(-1), np.int64(-2**63)])
 def test_a_negative_limit_drops_all(place, limit, fused):
   """As in the test of 1.15 for it."""
@@ -347,8 +346,7 @@ def test_a_negative_limit_drops_all(place, limit, fused):
   before = model.state()
   assert [model.apply(0), model.apply(100)] == [2, 3]
   after = model.state()
-  for name in before:
-    assert_same_bits([after[name]], [before[name]])
+  same(after, before)
   np.testing.assert_array_equal(
       model.read([model.step, model.dense])[1], [1, 2])
   assert after[model.step.name] == 0
@@ -357,7 +355,7 @@ def test_a_negative_limit_drops_all(place, limit, fused):
 # Policies
 
 
-@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@both_paths
 @pytest.mark.parametrize("policy", ["scale", "function"])
 def test_what_is_scaled(place, policy, fused):
   """The gradients of staleness 0, 1 and 2 count 1, 1, 1/2, or as told.
@@ -378,7 +376,7 @@ def test_what_is_scaled(place, policy, fused):
       np.testing.assert_allclose(x - y, np.multiply(factor, g), atol=1e-6)
 
 
-@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@both_paths
 def test_a_policy_is_called_once_for_all_gradients(place, fused):
   calls, steps = [], []
 
@@ -400,14 +398,10 @@ def test_a_policy_is_called_once_for_all_gradients(place, fused):
 # Errors
 
 
-@pytest.mark.parametrize("staleness", [
-    1.0, np.float32(2), "1", None, True, np.array([1]), np.array(1.0)])
-def test_a_staleness_that_is_no_integer(staleness):
-  with pytest.raises(TypeError, match="`staleness` must be an integer, got"):
-    Drop(sgd(), staleness)
-
-
 @pytest.mark.parametrize("arguments, error, text", [
+    *(({"staleness": x}, TypeError, "`staleness` must be an integer, got")
+      for x in (1.0, np.float32(2), "1", None, True, np.array([1]),
+                np.array(1.0))),
     ({"staleness": lambda: tf.constant(1.0)}, TypeError,
      "must be an integer, got a tensor of dty"),
     ({"policy": "halve"}, ValueError, "`policy` must be 'drop', 'scale' or"),
@@ -627,8 +621,11 @@ def in_a_branch_of_a_loop(apply):
   return in_a_loop(lambda: in_a_branch(apply))
 
 
-@pytest.mark.parametrize("inside", [
+each_inside = pytest.mark.parametrize("inside", [
     in_a_branch, in_a_loop, in_a_branch_of_a_loop])
+
+
+@each_inside
 @in_branches
 def test_applied_inside_of_what_it_was_computed_outside(graph, inside):
   w, step, opt = one_variable()
@@ -651,8 +648,7 @@ def test_applied_inside_of_what_it_was_computed_outside(graph, inside):
     assert session.run([w, step]) == [3, 2]
 
 
-@pytest.mark.parametrize("inside", [
-    in_a_branch, in_a_loop, in_a_branch_of_a_loop])
+@each_inside
 @in_branches
 def test_recorded_inside(graph, inside):
   """There the op that records takes the step through a Switch or an Enter."""

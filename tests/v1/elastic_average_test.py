@@ -17,6 +17,7 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt
+from checkpoint_files import values_of
 from threads import in_threads
 from wrapopt._v1._workers import _centers
 from wrapopt._v1._workers import _elastic
@@ -62,6 +63,10 @@ def elastic(period, rate=None, rho=0.0, lr=1.0):
   return lambda num_worker, getter: wrapopt.ElasticAverageOptimizer(
       sgd(lr), num_worker, getter, communication_period=period,
       moving_rate=rate, rho=rho)
+
+
+def of_getter(getter, num_worker=1, **kwargs):
+  return wrapopt.ElasticAverageOptimizer(sgd(1.0), num_worker, getter, **kwargs)
 
 
 def variables_of(device="/cpu:0", partitioner=None, **initial):
@@ -278,8 +283,8 @@ def test_concurrent_exchanges_lose_nothing(kind, target, size):
 def test_few_ops_and_transfers(kind, control_flow, target):
   worker = Worker(kind, 0, [np.float32([i, 1]) for i in range(20)],
                   elastic(1, rho=None))
-  _, nodes = ops_that_run(worker.graph, worker.train, dict(zip(
-      worker.feeds, [np.float32([1, 1])] * 20)))
+  _, nodes = ops_that_run(
+      worker.graph, worker.train, dict.fromkeys(worker.feeds, [1, 1]))
   name = "Wrapopt>AveragingAssign" + ("Ref" if kind == "ref" else "")
   assigns = [n for n in nodes if n.op == name]
   assert sorted(n.device[-len(CENTERS):] for n in assigns) == [
@@ -367,7 +372,7 @@ def one_variable(make_inner=lambda: sgd(1.0), initial=(0.0, 0.0), name="v",
 def test_gradients_of_a_subset(kind):
   """In 1.15, a variable was pulled to the center of another."""
   getter, [a, b] = variables_of(a=1.0, b=10.0)
-  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter, rho=2.0)
+  opt = of_getter(getter, rho=2.0)
   loss = 5 * a + 7 * b
   [(gradient, of)] = opt.compute_gradients(loss, [b])
   assert of is b
@@ -478,8 +483,7 @@ def test_a_rate_out_of_range(kind, control_flow, value):
 def test_sparse_and_absent_gradients(kind, control_flow):
   """What has no gradient is not exchanged."""
   getter, [a, b] = variables_of(a=[4.0, 8.0], b=[4.0, 8.0])
-  opt = wrapopt.ElasticAverageOptimizer(
-      sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5)
+  opt = of_getter(getter, communication_period=1, moving_rate=0.5)
   train = opt.apply_gradients(iter([
       (tf.IndexedSlices(tf.constant([2.0]), tf.constant([1]), [2]), a),
       (None, b)]))
@@ -495,13 +499,9 @@ def test_partitioned_variables(kind):
   with graph_of(kind), tf1.device(CENTERS):
     getter, [v] = variables_of(partitioner=tf1.fixed_size_partitioner(2),
                                v=tf.zeros([3, 2]))
-    opt = wrapopt.ElasticAverageOptimizer(
-        sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5, rho=2.0)
+    opt = of_getter(getter, communication_period=1, moving_rate=0.5, rho=2.0)
     train = opt.minimize(tf.reduce_sum(tf.convert_to_tensor(v)), var_list=v)
-    with tf1.Session(config=tf1.ConfigProto(
-        device_count={"CPU": 5})) as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
+    with session_of(device_count={"CPU": 5}) as session:
       session.run(train)
       session.run(train)  # -0.5 - (1 + 2 * -0.5), then half way to -0.5.
       for x in (tf.concat(list(v), 0),
@@ -526,7 +526,7 @@ def on_cluster():
 def test_the_local_step_is_the_workers(kind, device, expected, in_scope):
   with graph_of(kind), on_cluster():
     getter = wrapopt.ElasticAverageCustomGetter(device)
-    make = lambda: wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter)
+    make = lambda: of_getter(getter, 2)
     with tf1.variable_scope("model", custom_getter=getter):
       tf1.get_variable("v", [2])
       if in_scope:
@@ -566,10 +566,8 @@ def test_several_in_one_graph(kind, control_flow):
 
 
 @pytest.mark.parametrize("error, text, arguments", [
-    (TypeError, "`num_worker` must be an integer, got 1.0",
-     {"num_worker": 1.0}),
-    (TypeError, "`num_worker` must be an integer, got True",
-     {"num_worker": True}),
+    *((TypeError, f"`num_worker` must be an integer, got {x}",
+       {"num_worker": x}) for x in (1.0, True)),
     (ValueError, "`num_worker` must be at least 1, got 0", {"num_worker": 0}),
     (TypeError, "`communication_period` must be an integer, got None",
      {"communication_period": None}),
@@ -577,13 +575,10 @@ def test_several_in_one_graph(kind, control_flow):
      {"communication_period": -3}),
     (ValueError, "`moving_rate` must be given if `communication_period` is "
      "not an integer, got ", {"communication_period": tf.Variable(2)}),
-    (ValueError, r"`moving_rate` must be in \[0, 1\], got 1.5",
-     {"moving_rate": 1.5}),
-    (ValueError, r"`moving_rate` must be in \[0, 1\], got nan",
-     {"moving_rate": np.nan}),
-    (ValueError, "`rho` must be finite and at least 0, got -1", {"rho": -1}),
-    (ValueError, "`rho` must be finite and at least 0, got inf",
-     {"rho": np.inf}),
+    *((ValueError, rf"`moving_rate` must be in \[0, 1\], got {x}",
+       {"moving_rate": x}) for x in (1.5, np.nan)),
+    *((ValueError, f"`rho` must be finite and at least 0, got {x}", {"rho": x})
+      for x in (-1, np.inf)),
     (ValueError, "`rho` must be given: AdamOptimizer must have .* got none",
      {"make_inner": tf1.train.AdamOptimizer}),
     (ValueError, "`rho` must be given: GradientDescentOptimizer must .* got 0",
@@ -592,10 +587,8 @@ def test_several_in_one_graph(kind, control_flow):
      {"start_timeout_secs": 0}),
     (TypeError, "`start_timeout_secs` must be a number of seconds, got '1'",
      {"start_timeout_secs": "1"}),
-    (TypeError, "`moving_rate` must be a number, or a scalar tensor or "
-     "variable, got '0.5'", {"moving_rate": "0.5"}),
-    (TypeError, "`moving_rate` must be a number, or a scalar tensor or "
-     "variable, got True", {"moving_rate": True}),
+    *((TypeError, "`moving_rate` must be a number, or a scalar tensor or "
+       f"variable, got {x!r}", {"moving_rate": x}) for x in ("0.5", True)),
     (TypeError, "`rho` must be a number, or a scalar tensor or variable, got ",
      {"rho": np.ones(2)}),
     (TypeError, "`synchronous` must be True or False, got 'no'",
@@ -616,7 +609,7 @@ def test_another_getter(getter):
   with tf.Graph().as_default():
     with pytest.raises(TypeError, match="`ea_custom_getter` must be the Elastic"
                        "AverageCustomGetter of the model's variables, got"):
-      wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+      of_getter(getter)
 
 
 def test_in_a_strategy():
@@ -624,7 +617,7 @@ def test_in_a_strategy():
   with tf.Graph().as_default():
     with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
       with pytest.raises(NotImplementedError, match="tf.distribute strategy"):
-        wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+        of_getter(getter)
 
 
 def test_no_gradients(kind):
@@ -643,7 +636,7 @@ def test_an_unknown_shape(kind):
     v = tf1.get_variable("v", validate_shape=False,
                          initializer=lambda: tf1.placeholder(
                              tf.float32, [None]))
-  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+  opt = of_getter(getter)
   with pytest.raises(ValueError, match="The shape of 'v:0' must be known"):
     opt.minimize(tf.reduce_sum(v))
 
@@ -669,7 +662,7 @@ def test_init_op(kind):
 
 def test_init_op_is_refused(kind):
   getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter, synchronous=True)
+  opt = of_getter(getter, 2, synchronous=True)
   tf1.get_variable("other", [2])
   with pytest.raises(ValueError,
                      match="must have made at least one variable"):
@@ -723,14 +716,10 @@ def starting(target, name):
   with graph_of("resource"), tf1.device(CENTERS):
     opts = [one_variable(name=name, num_worker=2, synchronous=True)[1]]
     # Another of the same variables.
-    opts.append(wrapopt.ElasticAverageOptimizer(
-        sgd(1.0), 2, opts[0]._getter, synchronous=True))
+    opts.append(of_getter(opts[0]._getter, 2, synchronous=True))
     starts = [opt.get_init_op(0) for opt in opts]
     started = [opt._started() for opt in opts]
-    init = [tf1.global_variables_initializer(),
-            tf1.local_variables_initializer()]
-    with tf1.Session(target) as session:
-      session.run(init)
+    with session_of(target=target) as session:
       yield (lambda i: session.run(starts[i]),
              lambda: [x.tolist() for x in session.run(started)])
 
@@ -759,16 +748,10 @@ def two_variables(kind):
       b = tf1.get_variable("b", initializer=tf.constant([[2.0], [3.0]]),
                            partitioner=tf1.fixed_size_partitioner(2))
     other = tf1.get_variable("other", initializer=[5.0])
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+    opt = of_getter(getter)
     with session_of() as session:
       session.run([v.assign(v + 10.0) for v in (a, *b)])
       yield session, a, b, other, opt
-
-
-def saved(session, saver, tmp_path):
-  path = saver.save(session, str(tmp_path / "model"))
-  return {name: tf.train.load_variable(path, name).ravel().tolist()
-          for name, _ in tf.train.list_variables(path)}
 
 
 @pytest.mark.parametrize("choose, expected", [
@@ -785,8 +768,10 @@ def saved(session, saver, tmp_path):
         "dict of slices"])
 def test_swapping_saver(kind, tmp_path, choose, expected):
   with two_variables(kind) as (session, a, b, other, opt):
-    saver = opt.swapping_saver(choose(a, b, other))
-    assert saved(session, saver, tmp_path) == expected
+    path = opt.swapping_saver(choose(a, b, other)).save(
+        session, str(tmp_path / "model"))
+    assert {name: x.ravel().tolist()
+            for name, x in values_of(path).items()} == expected
 
 
 def test_what_the_swapping_saver_saves_is_the_model(kind, tmp_path):
@@ -802,7 +787,7 @@ def test_what_the_swapping_saver_saves_is_the_model(kind, tmp_path):
 
 def test_a_swapping_saver_of_nothing(kind):
   getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-  opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+  opt = of_getter(getter)
   tf1.get_variable("other", [1])
   with pytest.raises(RuntimeError,
                      match="needs at least one center, got none"):

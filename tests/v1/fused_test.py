@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import numerics
 import wrapopt
+from threads import in_threads
 from training import GRAPH_MODES
 from training import MODES
 from training import ancestors
 from training import apply_ops
+from training import assert_same_bits
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
 from training import ops_of_type
 from training import session_of
+from training import sgd
 from training import train
 from training import type_of
 
@@ -47,8 +49,7 @@ both_paths = pytest.mark.parametrize("fused", [None, False])
 def test_a_trajectory():
   # 1 - 0.5 * 1 = 0.5; the average of 1 and 0.5 is 0.75.
   v = tf.Variable([1.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.GradientDescentOptimizer(0.5), 0.5, fused=True)
+  opt = wrapopt.MovingAverageOptimizer(sgd(0.5), 0.5, fused=True)
   opt.apply_gradients([(tf.constant([1.0]), v)])
   assert v.numpy() == [0.5] and opt.average(v).numpy() == [0.75]
 
@@ -83,7 +84,7 @@ def test_what_is_set_on_an_optimizer_is_called(mode, on_class, monkeypatch):
         [(2 * g, v) for g, v in grads_and_vars], *args, **kwargs)
 
   with graph_of(mode):
-    inner = v1.GradientDescentOptimizer(0.25)
+    inner = sgd(0.25)
     target = v1.GradientDescentOptimizer if on_class else inner
     for name in ("_apply_dense", "_resource_apply_dense"):
       monkeypatch.setattr(target, name, doubled(getattr(target, name)))
@@ -144,9 +145,7 @@ def test_one_op_per_device_and_dtype_and_kind_in_a_graph():
         (type_of(op), op.device, op.get_attr("T"), op.get_attr("N"),
          op.get_attr("NK"))
         for op in ancestors(train_op) if op.type.startswith("Wrapopt>Apply"))
-    with tf1.Session(config=tf1.ConfigProto(
-        device_count={"CPU": 2})) as session:
-      session.run(tf1.global_variables_initializer())
+    with session_of(device_count={"CPU": 2}) as session:
       for _ in range(2):
         session.run(train_op)
       for gradient, v in pairs:
@@ -196,13 +195,8 @@ def test_locked_steps_of_many_threads_add_up(kind):
       for _ in range(times):
         session.run(train_op)
 
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-      worker.start()
-    for worker in workers:
-      worker.join()
-    for x, y in zip(session.run(state), want, strict=True):
-      numerics.assert_same_bits(x, y)
+    in_threads(*[work] * threads)
+    assert_same_bits(session.run(state), want)
   # 400 steps of 2, but for the first ones.
   assert want[0][0] == 2 * threads * times - 2
 
@@ -244,8 +238,8 @@ def minimize(mode, fused, make_rate):
   def build():
     v, rate = variable(0.0), variable(1.0)
     step = variable(0, dtype=tf.int64)
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.GradientDescentOptimizer(make_rate(step, rate)), 0.5, fused=fused)
+    opt = wrapopt.MovingAverageOptimizer(sgd(make_rate(step, rate)), 0.5,
+                                         fused=fused)
     assert opt.fused == (fused is None)
     return v, rate, step, opt
 
@@ -327,8 +321,8 @@ def test_parameters(inner, form, mode):
       PARAMETERS[inner](f), 0.5), {"v": start}, steps)
           for f in (FORMS[form], lambda x: x)]
   assert made[0].optimizer.fused
-  for [got], [want] in zip(*(trace.values for trace in made), strict=True):
-    numerics.assert_same_bits(got, want)
+  for got, want in zip(*(trace.values for trace in made), strict=True):
+    assert_same_bits(got, want)
 
 
 # Names. So a file of one is one of the other.

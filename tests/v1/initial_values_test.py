@@ -192,9 +192,7 @@ def test_averages_of_replicas(is_first, pretrained):
           [(tf.ones([4, 2]), variable)]))
       if not is_first:
         by_name(pretrained, variable)
-      config = tf1.ConfigProto(device_count={"CPU": 2})
-      with tf1.Session(config=config) as session:
-        session.run(tf1.global_variables_initializer())
+      with session_of(device_count={"CPU": 2}) as session:
         [average] = opt.averages()
         assert average.shape == [4, 2]
         for v in (*variable.values, *average.values):
@@ -247,18 +245,16 @@ def test_an_initializer_of_the_averages_own(kind, is_sparse, load, pretrained):
     assert_half_way(now, raw, got)
 
 
-@pytest.mark.parametrize("is_partitioned", [False, True])
-def test_parts_of_lagging_averages_start_from_a_file(is_partitioned,
-                                                     pretrained):
+def test_parts_of_lagging_averages_start_from_a_file(pretrained):
   with graph_of("resource"):
-    variable = table(is_partitioned)
+    variable = table(is_partitioned=True)
     opt = moving()
     minimized(opt, variable, is_sparse=True)
     tf1.train.init_from_checkpoint(pretrained,
                                    {"average": opt.average(variable)})
     with session_of() as session:
       np.testing.assert_array_equal(
-          np.concatenate(session.run([s for s in opt.averages()])), TABLE)
+          np.concatenate(session.run(opt.averages())), TABLE)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])

@@ -217,22 +217,6 @@ def test_gradients_of_other_kinds():
     assert state(opt, v)[:2] == [-1.5, 1.5]
 
 
-def test_sparse_and_dense_steps_take_turns():
-  # Rows lag behind after a sparse step; a dense one must not see that.
-  want = None
-  for dense_only in (True, False):
-    v, opt = tf.Variable([[1.0], [2.0]]), make(
-        v1.train.GradientDescentOptimizer(1.0), 0.5)
-    for i in range(6):
-      g = tf.constant([[1.0], [0.0]])
-      if i % 3 and not dense_only:
-        g = tf.IndexedSlices(g[:1], tf.constant([0]), tf.constant([2, 1]))
-      opt.apply_gradients([(g, v)])
-    got = v.numpy(), opt.average(v).numpy()
-    want = want or got
-    np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
 def test_a_variable_that_is_named_twice():
   opt, variables = make(), variables_of(2)
   step(opt, variables)
@@ -261,26 +245,3 @@ def test_a_copy_has_an_empty_cache():
   assert not copied._averages._cache._facts
   step(copied, variables)
   step(opt, variables)
-
-
-def test_averages_in_place_refuse_a_step_that_is_known():
-  opt, variables = make(), variables_of()
-  step(opt, variables)
-  step(opt, variables)
-  with opt.averaged_weights():
-    with pytest.raises(RuntimeError, match="averaged_weights"):
-      step(opt, variables)
-  step(opt, variables)
-  assert state(opt, variables[0])[1] == 1.75
-
-
-def test_restored_state_is_used(tmp_path):
-  opt, variables = make(), variables_of()
-  step(opt, variables)
-  checkpoint = tf.train.Checkpoint(opt=opt, v=variables)
-  path = checkpoint.save(str(tmp_path / "x"))
-  step(opt, variables)
-  checkpoint.restore(path)
-  assert state(opt, variables[0]) == [0, 1, 0.5]
-  step(opt, variables)
-  assert state(opt, variables[0]) == [-1.5, 1.5, -0.5]

@@ -16,6 +16,8 @@ import tensorflow as tf
 import wrapopt
 from modes import control_flow
 from training import ops_that_run
+from training import session_of
+from training import sgd
 from wrapopt import ops
 from wrapopt._loader import ops as raw
 from wrapopt._v1._workers import _centers
@@ -76,8 +78,8 @@ class Worker:
   def optimizer(self, num_worker=1, is_chief=True, interval_steps=1, opt=None,
                 **options):
     return wrapopt.ModelAverageOptimizer(
-        opt or tf1.train.GradientDescentOptimizer(1.0), num_worker, is_chief,
-        self.getter, interval_steps, **options)
+        opt or sgd(), num_worker, is_chief, self.getter, interval_steps,
+        **options)
 
   @contextlib.contextmanager
   def training(self, names="v", **options):
@@ -90,16 +92,9 @@ class Worker:
                                   step)
       yield opt, train, step, *variables
 
-  def session(self, target, **options):
-    return tf1.train.MonitoredTrainingSession(target, **options)
-
-
-@contextlib.contextmanager
-def initialized(target):
-  with tf1.Session(target) as session:
-    session.run([tf1.global_variables_initializer(),
-                 tf1.local_variables_initializer()])
-    yield session
+  def session(self, target, opt):
+    return tf1.train.MonitoredTrainingSession(
+        target, hooks=[opt.make_session_run_hook()])
 
 
 # What a step does
@@ -114,8 +109,7 @@ def test_a_round_in_the_head(kind, target):
     opt = worker.optimizer(interval_steps=2)
     train = opt.apply_gradients([(tf.constant([-1.0, -1.0]), v)], step)
     center = worker.getter.centers[v]
-    hook = opt.make_session_run_hook()
-    with worker.session(target, hooks=[hook]) as session:
+    with worker.session(target, opt) as session:
       assert session.run(train) == False  # pylint: disable=singleton-comparison
       assert session.run(v).tolist() == [1, 11]
       assert session.run(center).tolist() == [0, 10]
@@ -135,7 +129,7 @@ def test_a_variable_without_a_gradient_is_not_averaged(target):
     opt = worker.optimizer()
     train = opt.apply_gradients([(tf.constant(-1.0), v), (None, w)], step)
     center = worker.getter.centers[w]
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+    with worker.session(target, opt) as session:
       assert session.run([w, center]) == [5, 5]
       w.load(7.0, session._tf_sess())
       session.run(train)
@@ -150,7 +144,7 @@ def test_random_initial_values_are_the_centers(target):
     step = tf1.train.create_global_step()
     opt = worker.optimizer(interval_steps=9)
     opt.apply_gradients([(v, v)], step)
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+    with worker.session(target, opt) as session:
       values = session.run([v, worker.getter.centers[v]])
   np.testing.assert_array_equal(*values)
   assert values[0].std() > 0.5
@@ -166,7 +160,7 @@ def test_a_partitioned_variable(target):
     opt = worker.optimizer()
     train = opt.minimize(tf.reduce_sum(3 * tf.convert_to_tensor(v)), step)
     centers = [worker.getter.centers[x] for x in v]
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+    with worker.session(target, opt) as session:
       session.run(train)
       values = session.run([*v, *centers])
   assert len(values) == 4
@@ -201,10 +195,9 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
       ahead = raw.wrapopt_averaging_restore(
           opt._member._handle(rounds, rounds.servers[0]), "w",
           from_generation=0, place=[42, 3], job=0)
-    hook = opt.make_session_run_hook()
     with tf1.Session(target, graph=worker.graph) as session:
       assert session.run(ahead)
-    with worker.session(target, hooks=[hook]) as session:
+    with worker.session(target, opt) as session:
       for n in 1, 2:
         session.run(train)
         assert session.run([centers, step]) == [[n, n], n]
@@ -223,7 +216,7 @@ def test_resource_and_ref_variables_together(kinds, target):
     opt = worker.optimizer()
     train = opt.apply_gradients([(tf.constant(-1.0), v),
                                  (tf.constant(-2.0), w)], step)
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+    with worker.session(target, opt) as session:
       for n in 1, 2:
         session.run(train)
         assert session.run([worker.getter.centers[x] for x in (v, w)]) == [
@@ -276,7 +269,7 @@ def test_a_step_that_failed_does_not_count(target):
     opt = worker.optimizer(interval_steps=2)
     divisor = tf1.placeholder(tf.int32, [])
     train = opt.apply_gradients([(-tf.cast(1 // divisor, tf.float32), v)], step)
-    with initialized(target) as session:
+    with session_of(target=target) as session:
       for n in range(1, 7):
         for _ in range(3):
           with pytest.raises(tf.errors.InvalidArgumentError, match="ivi"):
@@ -294,7 +287,7 @@ def test_checked_numerics(timeout_secs, target):
         opt, train, step, v):
       hook = opt.make_session_run_hook()
       hook.begin()
-      with initialized(target) as session:
+      with session_of(target=target) as session:
         hook.after_create_session(session, None)
         session.run(train)
         assert session.run([v, step]) == [1, 1]
@@ -330,7 +323,7 @@ def test_two_steps_of_a_worker_at_once_are_refused(target):
     gradient.set_shape([])
     train = opt.apply_gradients([(gradient, v)], step)
     local_step = opt._rounds[0].local_step
-    with initialized(target) as session, (
+    with session_of(target=target) as session, (
         concurrent.futures.ThreadPoolExecutor()) as pool:
       slow = pool.submit(session.run, train, {is_slow: True})
       assert begun.wait(60)
@@ -350,7 +343,7 @@ def test_without_the_hook(target):
   worker = Worker(scope="no_hook")
   with worker.training() as (opt, train, step, v):
     init = opt.get_init_op()
-    with initialized(target) as session:
+    with session_of(target=target) as session:
       session.run(train)
       assert session.run([v, worker.getter.centers[v], step]) == [1, 1, 1]
       session.run(v.assign(7.0))
@@ -363,14 +356,11 @@ def test_without_the_hook(target):
 def test_a_second_apply_gradients(target):
   """Its rounds and steps are its own."""
   worker = Worker(scope="second")
-  with worker.build():
-    v, w = [tf1.get_variable(n, initializer=0.0) for n in "vw"]
-    step = tf1.train.create_global_step()
-    opt = worker.optimizer(interval_steps=2)
-    trains = [opt.apply_gradients([(tf.constant(-1.0), x)], step)
-              for x in (v, w)]
+  with worker.training(interval_steps=2) as (opt, train, step, v):
+    w = tf1.get_variable("w", initializer=0.0)
+    trains = [train, opt.apply_gradients([(tf.constant(-1.0), w)], step)]
     centers = [worker.getter.centers[x] for x in (v, w)]
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+    with worker.session(target, opt) as session:
       session.run(trains[0])
       session.run(trains[1])
       assert session.run(centers) == [0, 0]
@@ -386,11 +376,7 @@ def test_a_second_apply_gradients(target):
 
 def test_local_variables():
   worker = Worker(3)
-  with worker.build():
-    v = tf1.get_variable("v", initializer=0.0)
-    step = tf1.train.create_global_step()
-    opt = worker.optimizer(opt=tf1.train.AdamOptimizer())
-    opt.apply_gradients([(tf.constant(1.0), v)], step)
+  with worker.training(opt=tf1.train.AdamOptimizer()) as (opt, _, _, v):
     other = worker.optimizer()
   with worker.graph.as_default():
     local = {v.op.name: v for v in tf1.local_variables()}
@@ -514,8 +500,7 @@ def test_opt_and_getter_are_checked():
     with pytest.raises(TypeError, match=(
         r"`ma_custom_getter` must be the ModelAverageCustomGetter .* got "
         r"NoneType\.")):
-      wrapopt.ModelAverageOptimizer(
-          tf1.train.GradientDescentOptimizer(1.0), 1, True, None)
+      wrapopt.ModelAverageOptimizer(sgd(), 1, True, None)
 
 
 @pytest.mark.parametrize("error, match, options", [
@@ -554,7 +539,7 @@ def test_arguments_are_checked(error, match, options):
 def test_a_worker_without_a_device_needs_a_name():
   with tf.Graph().as_default():
     getter = wrapopt.ModelAverageCustomGetter("")
-    arguments = (tf1.train.GradientDescentOptimizer(1.0), 2, True, getter)
+    arguments = sgd(), 2, True, getter
     with pytest.raises(ValueError, match="`worker` must be a name if"):
       wrapopt.ModelAverageOptimizer(*arguments)
     wrapopt.ModelAverageOptimizer(*arguments, worker="me")
@@ -623,9 +608,8 @@ def test_get_init_op_between_other_calls(made_after, target):
       if x is not None:
         trains.append(opt.apply_gradients([(tf.constant(-1.0), x)], step))
     [init] = inits
-    hook = opt.make_session_run_hook()
     rounds = [r.local_round for r in opt._rounds]
-    with worker.session(target, hooks=[hook]) as session:
+    with worker.session(target, opt) as session:
       places = session.run(rounds)
       assert all(tuple(place) > (-1, 0) for place in places)
       session.run(trains)

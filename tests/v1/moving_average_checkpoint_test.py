@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 
 import wrapopt
+from checkpoint_files import values_of
 from modes import address
 from modes import control_flow
 from threads import in_threads
@@ -25,6 +26,7 @@ from training import entered
 from training import exchange_op
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
+from training import moving as wrap
 from training import ops_of_type
 from training import session_of
 from wrapopt._averages import _swap
@@ -34,23 +36,22 @@ v1 = tf.compat.v1
 AVERAGE = "/ExponentialMovingAverage"
 
 
-def wrap(*args, **kwargs):
-  return wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), *args, **kwargs)
-
-
-def contents(path):
-  """All of a checkpoint: a dict from names to arrays."""
-  return {name: tf.train.load_variable(path, name)
-          for name, _ in tf.train.list_variables(path)}
-
-
 def assert_contents(path, want):
   """A checkpoint holds exactly this, and numbers equal to these."""
-  got = contents(path)
+  got = values_of(path)
   assert got.keys() == want.keys()
   for name in want:
     np.testing.assert_array_equal(np.float64(got[name]), want[name], name)
+
+
+def save_and_restore(session, saver, tmp_path, train, state):
+  """The path of a file, which undoes a step."""
+  before = session.run(state)
+  path = saver.save(session, str(tmp_path / "model"))
+  session.run(train)
+  saver.restore(session, path)
+  assert_same_bits(session.run(state), before)
+  return path
 
 
 # The swapping saver. Variables start at 0 and go up by one; decay 1/2: after a
@@ -77,6 +78,8 @@ class Model:
 
 SWAPPED = {"a": [0.5, 0.5], "a" + AVERAGE: [1, 1], "b": [0.5, 0.5],
            "b" + AVERAGE: [1, 1], "c": [0, 0], "global_step": 1}
+# What a model holds then.
+STEPPED = [[1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
 PLAIN = {**SWAPPED, "a": [1, 1], "a" + AVERAGE: [0.5, 0.5], "b": [1, 1],
          "b" + AVERAGE: [0.5, 0.5]}
 
@@ -90,10 +93,17 @@ def test_the_file_of_a_swapping_saver(kind, tmp_path):
     path = saver.save(session, str(tmp_path / "model"))
     assert_contents(path, SWAPPED)
     # Saving changes nothing.
-    assert [x.tolist() for x in session.run(model.state)] == [
-        [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
+    assert [x.tolist() for x in session.run(model.state)] == STEPPED
     assert_contents(v1.train.Saver().save(session, str(tmp_path / "plain")),
                     PLAIN)
+
+
+def stepped(model, var_list, tmp_path):
+  """The path of a file after one step."""
+  saver = model.opt.swapping_saver(var_list)
+  with session_of() as session:
+    session.run(model.train)
+    return saver.save(session, str(tmp_path / "model"))
 
 
 VAR_LISTS = {
@@ -110,11 +120,8 @@ VAR_LISTS = {
 @pytest.mark.parametrize("var_list", VAR_LISTS)
 def test_var_list(kind, tmp_path, var_list):
   model = Model()
-  saver = model.opt.swapping_saver(VAR_LISTS[var_list](model))
-  with session_of() as session:
-    session.run(model.train)
-    path = saver.save(session, str(tmp_path / "model"))
-    assert_contents(path, {k: SWAPPED[k] for k in ("a", "a" + AVERAGE, "c")})
+  assert_contents(stepped(model, VAR_LISTS[var_list](model), tmp_path),
+                  {k: SWAPPED[k] for k in ("a", "a" + AVERAGE, "c")})
 
 
 def test_dict_keys_may_be_any(kind, tmp_path):
@@ -125,15 +132,11 @@ def test_dict_keys_may_be_any(kind, tmp_path):
       "counter": model.step})
   with session_of() as session:
     session.run(model.train)
-    before = session.run(model.state)
-    path = saver.save(session, str(tmp_path / "model"))
+    path = save_and_restore(session, saver, tmp_path, model.train, model.state)
     # Whatever the key, a variable is swapped with its average.
     assert_contents(path, {
         "weights": [0.5, 0.5], "raw/weights": [1, 1], "b": [1, 1],
         "b" + AVERAGE: [0.5, 0.5], "counter": 1})
-    session.run(model.train)
-    saver.restore(session, path)
-    assert_same_bits(session.run(model.state), before)
 
 
 def reads(variable, kind):
@@ -151,11 +154,8 @@ def test_a_variable_may_be_given_by_a_tensor_that_reads_it(
   given = {"a": reads(model.a, kind)[which],
            "average": reads(model.opt.average(model.a), kind)[which]}
   v1.train.Saver(given)  # Takes them.
-  saver = model.opt.swapping_saver(given)
-  with session_of() as session:
-    session.run(model.train)
-    path = saver.save(session, str(tmp_path / "model"))
-    assert_contents(path, {"a": [0.5, 0.5], "average": [1, 1]})
+  assert_contents(stepped(model, given, tmp_path),
+                  {"a": [0.5, 0.5], "average": [1, 1]})
 
 
 def test_all_global_variables_of_now(kind, tmp_path):
@@ -179,7 +179,7 @@ def test_saveable_objects_are_saved_too(kind, tmp_path):
   with session_of() as session:
     session.run([model.train, fill])
     path = saver.save(session, str(tmp_path / "model"))
-    got = contents(path)
+    got = values_of(path)
     assert SWAPPED.keys() < got.keys()
     assert got["a"].tolist() == SWAPPED["a"]
 
@@ -211,15 +211,12 @@ def test_partitioned_variables_are_swapped_slice_by_slice(
     want |= {"w": [0.5], "w" + AVERAGE: [1]}
   with session_of() as session:
     session.run(train)
-    raw = session.run([*parts, *shadows])
-    path = saver.save(session, str(tmp_path / "model"))
+    path = save_and_restore(session, saver, tmp_path, train,
+                            [*parts, *shadows])
     # One entry for all slices, which an unpartitioned variable restores.
     assert_contents(path, want)
     assert tf.train.load_checkpoint(path).get_variable_to_shape_map()[name] == [
         5, 2]
-    session.run(train)
-    saver.restore(session, path)
-    assert_same_bits(session.run([*parts, *shadows]), raw)
   with graph_of(kind):
     whole = v1.get_variable("v", [5, 2])
     with v1.Session() as session:
@@ -290,14 +287,10 @@ def test_which_of_several_decays_is_swapped(kind, tmp_path, decay):
   first, second = "v" + AVERAGE, "v" + AVERAGE + "_0.75"
   with session_of() as session:
     session.run(train)
-    before = session.run(state)
-    assert before == [1, 0.5, 0.25]
-    path = saver.save(session, str(tmp_path / "model"))
+    assert session.run(state) == [1, 0.5, 0.25]
+    path = save_and_restore(session, saver, tmp_path, train, state)
     assert_contents(path, {"v": 0.25, first: 0.5, second: 1} if decay == 0.75
                     else {"v": 0.5, first: 1, second: 0.25})
-    session.run(train)
-    saver.restore(session, path)
-    assert session.run(state) == before
 
 
 def test_the_saver_of_a_partitioned_float32_average(kind, tmp_path):
@@ -306,16 +299,12 @@ def test_the_saver_of_a_partitioned_float32_average(kind, tmp_path):
   opt = wrap(0.75, shadow_dtype=tf.float32)
   train = descend(opt, *v)
   saver = opt.swapping_saver()
-  state = [*v, *opt.average(v)]
   with session_of() as session:
     session.run(train)
-    before = session.run(state)
-    path = saver.save(session, str(tmp_path / "model"))
+    path = save_and_restore(session, saver, tmp_path, train,
+                            [*v, *opt.average(v)])
     assert dict(tf.train.list_variables(path)) == {
         n: [5] for n in ("v", "v" + AVERAGE, "v" + AVERAGE + "/full_precision")}
-    session.run(train)
-    saver.restore(session, path)
-    assert_same_bits(session.run(state), before)
   with graph_of(kind):
     v = v1.get_variable("v", [5], tf.bfloat16)
     with v1.Session() as session:
@@ -482,9 +471,8 @@ class Eager:
             for v in (self.w, self.e)]
 
 
-def wrapped(inner, **kwargs):
-  return lambda: wrapopt.MovingAverageOptimizer(
-      INNER[inner](), [0.5, 0.75], **kwargs)
+def wrapped(inner="momentum", decays=(0.5, 0.75)):
+  return lambda: wrapopt.MovingAverageOptimizer(INNER[inner](), decays)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -530,15 +518,11 @@ def test_the_bare_optimizer_takes_a_checkpoint(tmp_path, inner, deferred):
 # Averages of several decays are known by their decays.
 
 
-def with_decays(decays):
-  return lambda: wrapopt.MovingAverageOptimizer(INNER["momentum"](), decays)
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("decays", [
     [0.75, 0.5], [0.5], 0.75, [0.9, 0.75], [0.75, 0.9, 0.5], 0.9], ids=str)
 def test_decays_in_another_order(tmp_path, decays, deferred):
-  one, two = Eager(with_decays([0.5, 0.75])), Eager(with_decays(decays), 8.0)
+  one, two = Eager(wrapped()), Eager(wrapped(decays=decays), 8.0)
   one.train(2)
   path = one.checkpoint.save(str(tmp_path / "model"))
   if not deferred:
@@ -561,10 +545,10 @@ def test_decays_in_another_order(tmp_path, decays, deferred):
 
 
 def test_a_single_average_becomes_the_first(tmp_path):
-  one = Eager(with_decays(0.5))
+  one = Eager(wrapped(decays=0.5))
   one.train(2)
   path = one.checkpoint.save(str(tmp_path / "model"))
-  two = Eager(with_decays([0.75, 0.5]), start=8.0)
+  two = Eager(wrapped(decays=[0.75, 0.5]), start=8.0)
   two.train()
   two.checkpoint.restore(path).expect_partial()
   assert_same_bits([two.opt.average(two.w, 0.75).numpy()],
@@ -1015,8 +999,7 @@ def test_a_monitored_session(kind, tmp_path):
   with graph_of(kind):
     model = Model()
     with session_for(model) as session:
-      assert [x.tolist() for x in session.run(model.state)] == [
-          [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
+      assert [x.tolist() for x in session.run(model.state)] == STEPPED
       session.run(model.train)
       assert session.run(model.opt.average(model.a)).tolist() == [1.25, 1.25]
       with pytest.raises(NO_VALUE):

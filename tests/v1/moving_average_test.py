@@ -33,8 +33,10 @@ from training import ema_op
 from training import exchange_op
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
+from training import moving as wrap
 from training import ops_of_type
 from training import session_of
+from training import sgd
 from training import train
 from training import type_of
 
@@ -51,14 +53,6 @@ FUSED = (None, False)
 both_paths = pytest.mark.parametrize("fused", FUSED)
 
 
-def sgd(rate=1.0):
-  return v1.train.GradientDescentOptimizer(rate)
-
-
-def wrap(*args, **kwargs):
-  return wrapopt.MovingAverageOptimizer(sgd(), *args, **kwargs)
-
-
 def update_op(kind, fused):
   """The type of the native op that updates averages around `sgd`."""
   if fused is None:
@@ -68,10 +62,7 @@ def update_op(kind, fused):
 
 def in_function(step):
   """`step` in a tf.function, which must not return an operation."""
-  @tf.function
-  def function():
-    step()
-  return function
+  return tf.function(lambda: (step(), None)[1])
 
 
 def run(session, train_op, times=1):
@@ -97,10 +88,6 @@ def counted(*args, **kwargs):
 # step adds 1: it is 1, 2, 3, 4. The averages start at 0.
 
 
-def averages(trace):
-  return [time["ExponentialMovingAverage", 0].item() for time in trace.slots]
-
-
 @both_paths
 @pytest.mark.parametrize("mode", MODES)
 def test_trajectory(mode, fused):
@@ -109,7 +96,8 @@ def test_trajectory(mode, fused):
   trace = train(mode, lambda step: wrap(0.5, fused=fused),
                 {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 4)
   assert [v.item() for [v] in trace.values] == [0, 1, 2, 3, 4]
-  assert averages(trace) == [0.5, 1.25, 2.125, 3.0625]
+  assert [time["ExponentialMovingAverage", 0] for time in trace.slots] == [
+      0.5, 1.25, 2.125, 3.0625]
 
 
 # Decay .9, but at most (1 + n) / (10 + n) where n, the global step, is already
@@ -119,12 +107,6 @@ def test_trajectory(mode, fused):
 #   372/143 + 9/14 (4 - 372/143) = 3504/1001 = 3.500500
 # As in 1.15.
 WARM_UP = [9 / 11, 75 / 44, 372 / 143, 3504 / 1001]
-
-
-def assert_warm_up(got):
-  # Four roundings in each of four steps, of numbers of at most 4 + 4.
-  np.testing.assert_allclose(
-      got, WARM_UP, rtol=0, atol=4 * 4 * 8 * np.finfo(np.float32).eps / 2)
 
 
 V1_PROGRAM = """
@@ -155,7 +137,10 @@ def test_trajectory_after_disable_v2_behavior(fused):
   process = run_python("-c", V1_PROGRAM, str(fused))
   assert process.returncode == 0, process.stderr
   *numbers, graph = process.stdout.splitlines()
-  assert_warm_up([float(number) for number in numbers])
+  # Four roundings in each of four steps, of numbers of at most 4 + 4.
+  np.testing.assert_allclose(
+      np.float64(numbers), WARM_UP, rtol=0,
+      atol=4 * 4 * 8 * np.finfo(np.float32).eps / 2)
   ops = sorted([
       "Wrapopt>ApplyRef" if fused is None else update_op("ref", fused),
       "Wrapopt>CheckInitializedRef", "Wrapopt>ExchangeRef", "Wrapopt>MoveRef"])
@@ -267,9 +252,8 @@ def test_a_decay_variable_is_read_at_each_step(
     graph_function, num_updates, fused):
   decay, w = tf.Variable(0.5), tf.Variable(0.0)
   opt = wrap(decay, num_updates, fused=fused)
-  step = lambda: descend(opt, w)
-  if graph_function:
-    step = in_function(step)
+  step = (in_function if graph_function else lambda f: f)(
+      lambda: descend(opt, w))
   step()
   decay.assign(0.75)
   step()
@@ -370,9 +354,8 @@ def test_without_order_in_eager_mode_the_average_comes_after_the_step(
   w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
   opt = wrap(0.5, num_updates=(lambda: step) if called else step,
              sequential_update=False, fused=fused)
-  take = lambda: descend(opt, w, step=step)
-  if graph_function:
-    take = in_function(take)
+  take = (in_function if graph_function else lambda f: f)(
+      lambda: descend(opt, w, step=step))
   take()
   take()
   np.testing.assert_allclose(opt.average(w).numpy(), WARM_UP[1], rtol=1e-6)
@@ -465,9 +448,7 @@ def test_devices(kind, fused):
     assert sorted((op.device, op.get_attr("N"))
                   for op in ops_of_type(type_)) == [
                       ("/device:CPU:0", 1), ("/device:CPU:1", 2)]
-  config = v1.ConfigProto(device_count={"CPU": 3})
-  with v1.Session(config=config) as session:
-    session.run(v1.global_variables_initializer())
+  with session_of(device_count={"CPU": 3}) as session:
     run(session, train_op)
     assert session.run(opt.averages()) == [0.5] * 3
     with opt.averaged_weights(session):
@@ -484,12 +465,12 @@ def test_two_devices_eagerly_and_in_a_function():
   opt = wrapopt.MovingAverageOptimizer(
       v1.train.AdamOptimizer(1.0, 0.5, 0.75, epsilon=1e-7), 0.5)
 
-  def step():
+  @tf.function
+  def function():
     sparse = tf.IndexedSlices(-tf.ones([1]), tf.constant([1]), [2])
     opt.apply_gradients(zip([-tf.ones([2]), sparse, None] * 2, variables))
 
-  step()
-  function = in_function(step)
+  function.python_function()
   function()
   # Each step of Adam is of size 1 where all gradients are the same.
   for v, want in zip(variables, [[2, 2], [0, 2], [0, 0]] * 2):
@@ -522,8 +503,7 @@ def test_gradients_on_another_device(kind, fused):
   assert update.device == "/device:CPU:1"
   # Nothing is to be put where a gradient is, and no gradient elsewhere.
   assert not [group for group in update.colocation_groups() if b"grad" in group]
-  with v1.Session(config=v1.ConfigProto(device_count={"CPU": 2})) as session:
-    session.run(v1.global_variables_initializer())
+  with session_of(device_count={"CPU": 2}) as session:
     run(session, train_op)
     assert session.run([*variables, *opt.averages()]) == [1, 1, 0.5, 0.5]
 
@@ -736,7 +716,7 @@ def test_a_variable_of_unknown_shape(kind, fused):
   else:
     v = tf.Variable([0.0, 0.0], shape=tf.TensorShape(None))
   opt = wrap(0.5, fused=fused)
-  train_op = opt.apply_gradients([(tf.constant([-1.0, -1.0]), v)])
+  train_op = opt.apply_gradients([(-tf.ones(2), v)])
   with session_of() as session:
     run(session, train_op)
     assert session.run(opt.average(v)).tolist() == [0.5, 0.5]
@@ -910,17 +890,15 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda opt: pickle.loads(pickle.dumps(opt)),
 }
+# Wrappers of an inner optimizer.
 COPIED = {
-    "bare": v1.train.MomentumOptimizer,
-    "average": lambda *args: wrapopt.MovingAverageOptimizer(
-        v1.train.MomentumOptimizer(*args), [0.5, 0.75]),
-    "gate": lambda *args: wrapopt.DropStaleGradientOptimizer(
-        v1.train.MomentumOptimizer(*args), 0, worker="w"),
-    "gate_of_average": lambda *args: wrapopt.DropStaleGradientOptimizer(
-        wrapopt.MovingAverageOptimizer(v1.train.MomentumOptimizer(*args)), 0),
-    "average_of_gate": lambda *args: wrapopt.MovingAverageOptimizer(
-        wrapopt.DropStaleGradientOptimizer(
-            v1.train.MomentumOptimizer(*args), 0)),
+    "bare": lambda opt: opt,
+    "average": lambda opt: wrapopt.MovingAverageOptimizer(opt, [0.5, 0.75]),
+    "gate": lambda opt: wrapopt.DropStaleGradientOptimizer(opt, 0, worker="w"),
+    "gate_of_average": lambda opt: wrapopt.DropStaleGradientOptimizer(
+        wrapopt.MovingAverageOptimizer(opt), 0),
+    "average_of_gate": lambda opt: wrapopt.MovingAverageOptimizer(
+        wrapopt.DropStaleGradientOptimizer(opt, 0)),
 }
 
 
@@ -928,7 +906,7 @@ COPIED = {
 @pytest.mark.parametrize("which", COPIED)
 def test_a_copy_goes_on_by_itself(which, copied):
   w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
-  opt = COPIED[which](1.0, 0.5)
+  opt = COPIED[which](v1.train.MomentumOptimizer(1.0, 0.5))
   take = lambda o: o.minimize(lambda: -w, step, [w])
   values = lambda o: {v.name: v.numpy().tolist() for v in o.variables()}
   of_new = COPIES[copied](opt)
@@ -1241,12 +1219,11 @@ def test_build_makes_local_variables_of_a_worker(kind):
 
 def test_build_in_eager_mode():
   w = tf.Variable([1.0])
-  opt = wrap(0.5)
+  opt, other = wrap(0.5), wrap(0.5)
   opt.build([w])
-  np.testing.assert_array_equal(opt.average(w), [1])
+  assert opt.average(w).numpy() == [1]
   descend(opt, w)
-  np.testing.assert_array_equal(opt.average(w), [1.5])
-  other = wrap(0.5)
+  assert opt.average(w).numpy() == [1.5]
   with opt.averaged_weights():
     with pytest.raises(RuntimeError, match="build.. must not be called while an"
                        " average is in place"):

@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 
 from numerics import assert_same_bits
+from training import descend
 from training import graph_of
-import wrapopt
+from training import moving
 from wrapopt._v1._graphs import _sessions
 
 tf1 = tf.compat.v1
@@ -18,10 +19,9 @@ class Model:
 
   def __init__(self):
     self.v = tf1.get_variable("v", initializer=0.0)
-    self.opt = wrapopt.MovingAverageOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), 0.5)
-    self.train = self.opt.apply_gradients([(tf.constant(-1.0), self.v)],
-                                          tf1.train.get_or_create_global_step())
+    self.opt = moving(0.5)
+    self.train = descend(self.opt, self.v,
+                         step=tf1.train.get_or_create_global_step())
     self.state = [self.v, self.opt.average(self.v)]
 
 

@@ -14,10 +14,13 @@ import tensorflow as tf
 
 from training import GRAPH_MODES
 from training import ancestors
+from training import descend
 from training import graph_of
 from training import kind  # pylint: disable=unused-import
 from training import is_packed
+from training import moving
 from training import session_of
+from training import sgd
 from training import type_of
 import wrapopt
 import wrapopt.checkpoints
@@ -26,8 +29,14 @@ v1 = tf.compat.v1
 
 FUSED = (None, False)
 TRACED = ("eager", "function", "jit")
+
+
 def adagrad():
   return v1.train.AdagradOptimizer(0.5)
+
+
+def two_variables():
+  return tf.Variable([0.0]), tf.Variable([0.0])
 
 
 @pytest.mark.parametrize("how", [
@@ -36,21 +45,15 @@ def adagrad():
 def test_ways_to_select(how):
   a, b, c = (tf.Variable([0.0]) for _ in range(3))
   opt = wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=how([a, c]))
-  opt.apply_gradients([(tf.ones(1), v) for v in (a, b, c)])
+  descend(opt, a, b, c)
   assert [opt.average(v) is not None for v in (a, b, c)] == [True, False, True]
-
-
-def two(kind="resource", **kwargs):
-  a = v1.get_variable("a", initializer=[0.0, 0.0])
-  b = v1.get_variable("b", initializer=[0.0, 0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), 0.5, variables=[a], **kwargs)
-  return a, b, opt, opt.apply_gradients([(-tf.ones(2), b), (-tf.ones(2), a)])
 
 
 def test_what_is_not_averaged_costs_nothing(kind):
   graph = v1.get_default_graph()
-  a, b, opt, _ = two()
+  a, b = (v1.get_variable(name, initializer=[0.0, 0.0]) for name in "ab")
+  opt = moving(0.5, variables=[a])
+  descend(opt, b, a)
   assert [v.op.name for v in v1.global_variables()] == [
       "a", "b", "a/ExponentialMovingAverage"]
   assert opt.averages() == [opt.average(a)]
@@ -69,13 +72,12 @@ def test_what_is_not_averaged_costs_nothing(kind):
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("fused", FUSED)
 def test_a_step_that_fails_changes_nothing(jit, fused):
-  a, b = tf.Variable([0.0]), tf.Variable([0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), 0.5, variables=[a], fused=fused)
+  a, b = two_variables()
+  opt = moving(0.5, variables=[a], fused=fused)
 
   @tf.function(jit_compile=jit)
   def step():
-    opt.apply_gradients([(-tf.ones(1), b), (-tf.ones(1), a)])
+    descend(opt, b, a)
 
   step()
   with opt.averaged_weights():
@@ -87,12 +89,9 @@ def test_a_step_that_fails_changes_nothing(jit, fused):
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_decay_out_of_range_changes_no_other_variable(mode):
-  a, b = tf.Variable([0.0]), tf.Variable([0.0])
-  decay = tf.Variable(1.5)
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), decay, variables=[a])
-  step = lambda: opt.apply_gradients(
-      [(-tf.ones(1), b), (-tf.ones(1), a)]) and None
+  a, b = two_variables()
+  opt = moving(tf.Variable(1.5), variables=[a])
+  step = lambda: descend(opt, b, a) and None
   with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
     (tf.function(step) if mode == "function" else step)()
   assert [a.numpy(), b.numpy()] == [0, 0]
@@ -101,20 +100,16 @@ def test_a_decay_out_of_range_changes_no_other_variable(mode):
 def test_dtypes_without_averages():
   # Neither an average nor a native op can be of complex numbers.
   a, c = tf.Variable([0.0]), tf.Variable(tf.zeros([1], tf.complex64))
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), 0.5,
-      variables=lambda v: not v.dtype.is_complex)
-  opt.apply_gradients([(-tf.ones(1), a), (-tf.ones(1, tf.complex64), c)])
+  opt = moving(0.5, variables=lambda v: not v.dtype.is_complex)
+  descend(opt, a, c)
   assert [opt.average(a).numpy(), c.numpy()] == [0.5, 1]
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_steps_of_the_others_alone(mode):
-  a, b = tf.Variable([0.0]), tf.Variable([0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), wrapopt.PowerDecay(gamma=0),
-      variables=lambda v: v is a)
-  steps = [lambda v=v: opt.apply_gradients([(-tf.ones(1), v)]) for v in (b, a)]
+  a, b = two_variables()
+  opt = moving(wrapopt.PowerDecay(gamma=0), variables=lambda v: v is a)
+  steps = [lambda v=v: descend(opt, v) for v in (b, a)]
   if mode == "function":
     steps = [tf.function(lambda s=s: s() and None) for s in steps]
   steps[0]()
@@ -130,15 +125,12 @@ def test_steps_of_the_others_alone(mode):
 @pytest.mark.parametrize("variables, error, text", [
     ([], ValueError, "`variables` must hold at least one variable"),
     (["w"], TypeError, r"`variables\[0\]` must be a variable, got 'w'"),
-    ("w", TypeError, "`variables` must be None"),
-    (3, TypeError, "`variables` must be None"),
-    (True, TypeError, "`variables` must be None"),
+    *((x, TypeError, "`variables` must be None")
+      for x in ("w", 3, True, tf.Variable(1.0))),
 ])
 def test_bad_arguments(variables, error, text):
   with pytest.raises(error, match=text):
     wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=variables)
-  with pytest.raises(TypeError, match="must be None"):
-    wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=tf.Variable(1.0))
 
 
 @pytest.mark.parametrize("kind", ["eager", *GRAPH_MODES], indirect=True)
@@ -161,14 +153,13 @@ def test_partitioned_variables(kind):
                           partitioner=v1.fixed_size_partitioner(2))
   other = v1.get_variable("o", initializer=tf.zeros([4]))
   opt = wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=[parts])
-  opt.apply_gradients([(tf.ones(v.shape), v) for v in [*parts, other]])
+  descend(opt, *parts, other)
   assert None not in opt.average(parts) and opt.average(other) is None
 
 
 def test_checkpoints_of_untrained_variables(tmp_path):
   def make():
-    w, mean, opt, step = with_statistic("eager", lambda opt: opt,
-                                        average_decay=0.5)
+    w, mean, opt, step = with_statistic("eager", average_decay=0.5)
     return mean, opt, tf.train.Checkpoint(w=w, mean=mean, opt=opt), step
 
   mean, opt, saved, step = make()
@@ -190,13 +181,10 @@ def test_checkpoints_of_untrained_variables(tmp_path):
 def test_checkpoints(tmp_path):
   """Of averages of all variables and of some, in both directions."""
   def make(of_some):
-    a, b = tf.Variable([0.0]), tf.Variable([0.0])
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), 0.5,
-        variables=(lambda v: v is a) if of_some else None)
+    a, b = two_variables()
+    opt = moving(0.5, variables=(lambda v: v is a) if of_some else None)
     saved = tf.train.Checkpoint(a=a, b=b, opt=opt)
-    return a, b, opt, saved, lambda: opt.apply_gradients(
-        [(-tf.ones(1), a), (-tf.ones(1), b)])
+    return a, b, opt, saved, lambda: descend(opt, a, b)
 
   for of_some in (True, False):
     a, b, opt, saved, step = make(of_some)
@@ -221,10 +209,8 @@ def test_snapshots_hold_averages(tmp_path):
   with graph_of("resource"):
     step = v1.train.get_or_create_global_step()
     a, b = (v1.get_variable(name, initializer=[0.0]) for name in "ab")
-    opt = wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0), wrapopt.PowerDecay(gamma=0),
-        variables=[a])
-    train_op = opt.apply_gradients([(-tf.ones(1), v) for v in (a, b)], step)
+    opt = moving(wrapopt.PowerDecay(gamma=0), variables=[a])
+    train_op = descend(opt, a, b, step=step)
     hook = wrapopt.checkpoints.SnapshotHook(opt, str(tmp_path), 2)
     with v1.train.MonitoredSession(hooks=[hook]) as session:
       for _ in range(2):
@@ -238,7 +224,7 @@ def test_snapshots_hold_averages(tmp_path):
 # Variables that no step trains.
 
 
-def with_statistic(kind, opt_of, **kwargs):
+def with_statistic(kind, opt_of=lambda opt: opt, **kwargs):
   """A weight and a statistic, to which every run adds 1, after one another.
 
   Returns:
@@ -248,15 +234,14 @@ def with_statistic(kind, opt_of, **kwargs):
     w, mean = (v1.Variable([0.0], name=name, **(
         {"use_resource": kind == "resource"} if kind in GRAPH_MODES else {}))
                for name in ("w", "mean"))
-  moving = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), variables=[w, mean], **kwargs)
-  opt = opt_of(moving)
+  averaging = moving(variables=[w, mean], **kwargs)
+  opt = opt_of(averaging)
 
   def step():
     with tf.control_dependencies([mean.assign_add([1.0])]):
-      return opt.apply_gradients([(-tf.ones(1), w)])
+      return descend(opt, w)
 
-  return w, mean, moving, step
+  return w, mean, averaging, step
 
 
 def run_steps(kind, step, fetches, count=3):
@@ -282,7 +267,7 @@ def run_steps(kind, step, fetches, count=3):
 @pytest.mark.parametrize("kind", [*TRACED, *GRAPH_MODES], indirect=True)
 def test_untrained_variables(kind, fused):
   w, mean, opt, step = with_statistic(
-      kind, lambda opt: opt, average_decay=[0.5, 0.75], fused=fused)
+      kind, average_decay=[0.5, 0.75], fused=fused)
   seen = run_steps(kind, step, lambda: [
       w, mean, *(opt.average(v, d) for d in (0.5, 0.75) for v in (w, mean))])
   # Both are 1, 2, 3. The averages start at 0, and in eager mode that of the
@@ -301,12 +286,9 @@ def test_untrained_variables(kind, fused):
 @pytest.mark.parametrize("fused", FUSED)
 def test_one_op_averages_what_is_not_trained(kind, fused):
   graph = v1.get_default_graph()
-  w, mean, opt, step = with_statistic(
-      kind, lambda opt: opt, average_decay=0.5, fused=fused)
+  w, mean, opt, step = with_statistic(kind, average_decay=0.5, fused=fused)
   others = [v1.Variable(tf.zeros([n]), name=f"other_{n}") for n in (2, 3)]
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), 0.5, fused=fused,
-      variables=[w, mean, *others])
+  opt = moving(0.5, fused=fused, variables=[w, mean, *others])
   with tf.control_dependencies([mean.assign_add([1.0])]):
     opt.apply_gradients([(-tf.ones(1), w), (None, others[1])])
   native = [op for op in graph.get_operations()
@@ -320,8 +302,7 @@ def test_one_op_averages_what_is_not_trained(kind, fused):
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("fused", FUSED)
 def test_untrained_variables_are_exchanged(kind, fused, trained, tmp_path):
-  w, mean, opt, step = with_statistic(
-      kind, lambda opt: opt, average_decay=0.5, fused=fused)
+  w, mean, opt, step = with_statistic(kind, average_decay=0.5, fused=fused)
   if not trained:  # Nothing that has a gradient is averaged.
     b = v1.Variable([0.0], name="b")
     train_op = opt.apply_gradients([(None, w), (-tf.ones(1), b)])
@@ -355,10 +336,10 @@ def test_untrained_variables_are_exchanged(kind, fused, trained, tmp_path):
 def test_steps_that_a_gate_drops_and_those_between_updates(kind, fused):
   """One variable has an average, one has none, and one is a statistic."""
   step = v1.Variable(0, dtype=tf.int64, name="step", use_resource=True)
-  v, mean, moving, _ = with_statistic(
-      kind, lambda opt: opt, average_decay=0.5, fused=fused, update_every=2)
+  v, mean, averaging, _ = with_statistic(
+      kind, average_decay=0.5, fused=fused, update_every=2)
   b = v1.Variable([0.0], name="b", use_resource=kind != "ref")
-  gate = wrapopt.DropStaleGradientOptimizer(moving, 0, global_step=step)
+  gate = wrapopt.DropStaleGradientOptimizer(averaging, 0, global_step=step)
   late = (tf.Variable(0, dtype=tf.int64) if kind == "eager" else
           v1.placeholder(tf.int64, []))
 
@@ -374,7 +355,7 @@ def test_steps_that_a_gate_drops_and_those_between_updates(kind, fused):
 
   # The fifth and sixth steps are the second and third admitted ones.
   lags = (0, 1, 1, 0, 0)
-  state = lambda: (v, b, mean, moving.average(mean))
+  state = lambda: (v, b, mean, averaging.average(mean))
   seen = []
   if kind == "eager":
     mean.assign([-1.0])
@@ -399,10 +380,10 @@ def test_steps_that_a_gate_drops_and_those_between_updates(kind, fused):
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", ["eager", *GRAPH_MODES], indirect=True)
 def test_untrained_variables_inside_cross_shard(kind, fused):
-  w, mean, moving, step = with_statistic(
+  w, mean, opt, step = with_statistic(
       kind, wrapopt.CrossShardOptimizer, average_decay=0.5, fused=fused)
   seen = run_steps(kind, step, lambda: [
-      w, mean, moving.average(w), moving.average(mean)], count=2)
+      w, mean, opt.average(w), opt.average(mean)], count=2)
   late = [[1], [1.5]] if kind == "eager" else [[0.5], [1.25]]
   assert seen == [[[1], [1], [0.5], late[0]], [[2], [2], [1.25], late[1]]]
 
@@ -415,13 +396,12 @@ def test_untrained_variables_around_workers_averages(make, kind):
   with v1.variable_scope("", custom_getter=getter):
     w = v1.get_variable("w", initializer=[0.0])
   mean = v1.get_variable("mean", initializer=[0.0], trainable=False)
-  sgd = v1.train.GradientDescentOptimizer(1.0)
-  inner = (wrapopt.ElasticAverageOptimizer(sgd, 1, getter, 1, 0.0, rho=0.0)
+  inner = (wrapopt.ElasticAverageOptimizer(sgd(), 1, getter, 1, 0.0, rho=0.0)
            if make == "elastic" else
-           wrapopt.ModelAverageOptimizer(sgd, 1, True, getter, 1))
+           wrapopt.ModelAverageOptimizer(sgd(), 1, True, getter, 1))
   opt = wrapopt.MovingAverageOptimizer(inner, 0.5, variables=[w, mean])
   with tf.control_dependencies([mean.assign_add([1.0])]):
-    train_op = opt.apply_gradients([(-tf.ones(1), w)], step)
+    train_op = descend(opt, w, step=step)
   hook = inner.make_session_run_hook(*(
       (True, 0) if make == "elastic" else ()))
   with v1.train.MonitoredSession(hooks=[hook]) as session:
@@ -473,22 +453,21 @@ def test_evaluations_of_batch_normalizations(kind, fused, tmp_path):
     with graph_of(kind):
       loss, _ = normalized(is_training=True)
       variables = v1.global_variables()
-      sgd = v1.train.GradientDescentOptimizer(0.125)
       with tf.control_dependencies(v1.get_collection(v1.GraphKeys.UPDATE_OPS)):
-        train_op = minimize(sgd, loss, variables)
+        train_op = minimize(sgd(0.125), loss, variables)
       with session_of() as session:
         for _ in range(3):
           session.run(train_op)
         return v1.train.Saver().save(session, str(tmp_path / name))
 
-  def stock(sgd, loss, variables):
-    with tf.control_dependencies([sgd.minimize(loss)]):
+  def stock(opt, loss, variables):
+    with tf.control_dependencies([opt.minimize(loss)]):
       return tf.train.ExponentialMovingAverage(0.5).apply(variables)
 
   # TensorFlow may read ref variables before they are initialized.
   paths = [train("stock", "resource", stock), train(
-      "ours", kind, lambda sgd, loss, variables: wrapopt.MovingAverageOptimizer(
-          sgd, 0.5, variables=variables, fused=fused).minimize(loss))]
+      "ours", kind, lambda opt, loss, variables: wrapopt.MovingAverageOptimizer(
+          opt, 0.5, variables=variables, fused=fused).minimize(loss))]
   want, got = map(tf.train.load_checkpoint, paths)
   names = want.get_variable_to_shape_map()
   assert got.get_variable_to_shape_map() == names
@@ -505,16 +484,15 @@ def test_lists_that_no_step_can_average(kind):
       ([0.0], "a"), ([0.0], "b"), (0, "count")))
   with tf.Graph().as_default():
     of_another = v1.Variable([0.0])
-  sgd = v1.train.GradientDescentOptimizer(1.0)
   for wrong, error, text in (
       (count, TypeError, "of dtype .*, got '.*' of int32"),
       (of_another, ValueError, "got '.*' of another one")):
-    opt = wrapopt.MovingAverageOptimizer(sgd, 0.5, variables=[a, wrong])
+    opt = moving(0.5, variables=[a, wrong])
     with pytest.raises(error, match=text):
       opt.apply_gradients([(tf.ones(1), a)])
     assert opt.average(a) is None
   # Averages would move in both calls.
-  opt = wrapopt.MovingAverageOptimizer(sgd, 0.5, variables=[a, b])
+  opt = moving(0.5, variables=[a, b])
   opt.apply_gradients([(tf.ones(1), a)])
   with pytest.raises(ValueError, match="gets, or none does, got '.*', which "
                      "some calls got"):
@@ -523,11 +501,10 @@ def test_lists_that_no_step_can_average(kind):
 
 
 def test_copies():
-  a, b = tf.Variable([0.0]), tf.Variable([0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      v1.train.GradientDescentOptimizer(1.0), 0.5, variables=[a])
+  a, b = two_variables()
+  opt = moving(0.5, variables=[a])
   copied = copy.deepcopy(opt)
   a2, b2, with_variables = copy.deepcopy((a, b, opt))
   for o, x, y in (opt, a, b), (copied, a, b), (with_variables, a2, b2):
-    o.apply_gradients([(-tf.ones(1), x), (-tf.ones(1), y)])
+    descend(o, x, y)
     assert o.average(x) is not None and o.average(y) is None
