@@ -12,13 +12,7 @@ import tensorflow as tf
 
 import modes
 import numerics
-from gpu_support import arrays
-from gpu_support import LAZY_RULES
-from gpu_support import Log
-from gpu_support import on
-from gpu_support import rows_of
-from gpu_support import rule_of
-from gpu_support import RULES
+from gpu_support import arrays, LAZY_RULES, Log, on, rows_of, rule_of, RULES
 from modes import mode  # pylint: disable=unused-import
 from numerics import DOUBLE, KERNELS_OF
 from processes import run_forks, run_python

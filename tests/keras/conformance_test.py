@@ -74,6 +74,7 @@ WRAPPERS = {
     "Lookahead": lambda opt: wk.Lookahead(opt, SYNC, STEP_SIZE),
 }
 
+
 def averages_of(opt, variables, read=arrays.values):
   """Its rows of averages: lists of arrays. An optimizer of Keras has none."""
   rows = opt._store.rows if isinstance(opt, _wrapper.WrapperOptimizer) else []

@@ -7,9 +7,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
-from training import ancestors
-from training import is_packed
-from training import session_of
+from training import ancestors, is_packed, session_of
 from wrapopt import _bundle
 from wrapopt import _loader
 

@@ -9,12 +9,8 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
 import numerics
-from modes import called
-from modes import handles
+from modes import called, handles, put_into_copy_on_read_mode, refused, tf1
 from modes import mode  # pylint: disable=unused-import
-from modes import put_into_copy_on_read_mode
-from modes import refused
-from modes import tf1
 from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update

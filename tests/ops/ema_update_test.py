@@ -11,17 +11,10 @@ import tensorflow as tf
 
 import modes
 import numerics
-from modes import address
-from modes import at_build
-from modes import builds
-from modes import called
-from modes import handle_of
-from modes import handles
+from modes import (
+    address, at_build, builds, called, handle_of, handles, native_name, refused,
+    shown, tf1)
 from modes import mode  # pylint: disable=unused-import
-from modes import native_name
-from modes import refused
-from modes import shown
-from modes import tf1
 from processes import run_python
 from wrapopt import _native
 from wrapopt._loader import ops as raw

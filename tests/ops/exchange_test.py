@@ -6,16 +6,9 @@ import pytest
 import tensorflow as tf
 
 import modes
-from modes import address
-from modes import at_build
-from modes import builds
-from modes import called
-from modes import handle_of
-from modes import handles
+from modes import (
+    address, at_build, builds, called, handle_of, handles, refused, shown, tf1)
 from modes import mode  # pylint: disable=unused-import
-from modes import refused
-from modes import shown
-from modes import tf1
 from wrapopt._loader import ops as raw
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange

@@ -7,11 +7,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
-from modes import at_build
-from modes import evaluate
-from modes import handles
-from modes import refused
-from modes import tf1
+from modes import at_build, evaluate, handles, refused, tf1
 from modes import uncompiled_mode as mode  # pylint: disable=unused-import
 from wrapopt._loader import ops as raw
 from wrapopt.ops import assign_packed

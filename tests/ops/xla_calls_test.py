@@ -13,14 +13,8 @@ from processes import run_python
 from threads import in_threads
 from wrapopt import _native
 from wrapopt import ops
-from xla_programs import DTYPES
-from xla_programs import instructions
-from xla_programs import jit
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import program
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import (
+    DTYPES, instructions, jit, name_of, Problem, program, RULES, SHAPES)
 
 v1 = tf.compat.v1.train
 

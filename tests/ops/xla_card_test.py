@@ -11,14 +11,8 @@ import tensorflow as tf
 
 import modes
 import numerics
-from xla_programs import DTYPES
-from xla_programs import instructions
-from xla_programs import jit
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import program
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import (
+    DTYPES, instructions, jit, name_of, Problem, program, RULES, SHAPES)
 
 CALLS = {"wrapopt_gpu_update", "wrapopt_apply"}
 STEPS = 100

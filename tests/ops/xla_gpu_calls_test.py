@@ -14,11 +14,7 @@ import _gpu_calls
 
 import numerics
 from wrapopt import ops
-from xla_programs import DTYPES
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import DTYPES, name_of, Problem, RULES, SHAPES
 
 CALL = "wrapopt_gpu_update"
 # XLA's numbers of its types.
