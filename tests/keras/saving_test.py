@@ -17,7 +17,7 @@ import arrays
 from arrays import assert_same, values
 import keras_versions
 from model_files import load_by, save_by
-from processes import run_python
+from processes import printed_by
 import wrapopt.keras
 from wrapopt.keras import Lookahead
 from wrapopt.keras import MovingAverage
@@ -303,8 +303,7 @@ def test_plain_keras_loads_exported_averages(tmp_path):
   assert np.abs(want - raw).max() > 1e-4
   np.save(paths[2], x)
   np.save(paths[3], want)
-  process = run_python("-c", PLAIN, *paths)
-  assert process.returncode == 0, process.stderr
+  printed_by("-c", PLAIN, *paths)
 
 
 def test_copies():
@@ -1135,8 +1134,7 @@ def test_exported_models_run_where_wrapopt_is_not_installed(tmp_path):
     model.export(folder, verbose=False)
     expected.append(model(np.ones((1, 3))).numpy().tolist())
     assert b"Wrapopt" not in (folder / "saved_model.pb").read_bytes()
-  process = run_python("-c", SERVE, *(str(tmp_path / name)
+  printed = printed_by("-c", SERVE, *(str(tmp_path / name)
                                       for name in wrappers))
-  assert process.returncode == 0, process.stderr
-  printed = [ast.literal_eval(line) for line in process.stdout.splitlines()]
+  printed = [ast.literal_eval(line) for line in printed.splitlines()]
   np.testing.assert_allclose(printed, expected, rtol=1e-6)
