@@ -15,18 +15,19 @@ def gpu(request, monkeypatch):
 
 
 def check(program, *args):
-  return subprocess.run([f"cc/gpu/check/{program}", *args],
-                        capture_output=True, text=True,
-                        check=False)
+  """What the program prints, which finds all right."""
+  process = subprocess.run([f"cc/gpu/check/{program}", *args],
+                           capture_output=True, text=True, check=False)
+  assert process.returncode == 0, process.stdout + process.stderr
+  return process.stdout
 
 
 def test_arrays_that_lie_far_apart(monkeypatch, tmp_path):
   # Of these 19 GiB few are touched.
   monkeypatch.setenv("WRAPOPT_FAKE_GPU_MEMORY", "19")
   monkeypatch.setenv("WRAPOPT_FAKE_GPU_LOG", str(tmp_path / "log"))
-  process = check("large", "far")
-  assert process.returncode == 0, process.stdout + process.stderr
-  assert process.stdout.splitlines()[1:] == ["right: arrays 17 GiB apart"]
+  assert check("large", "far").splitlines()[1:] == [
+      "right: arrays 17 GiB apart"]
   log = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
   # A launch for each of two variables.
   assert [line.split()[-1] for line in log if line.startswith("launch")] == [
@@ -34,9 +35,7 @@ def test_arrays_that_lie_far_apart(monkeypatch, tmp_path):
 
 
 def test_large_arrays_take_much_memory():
-  process = check("large")
-  assert process.returncode == 0, process.stderr
-  assert re.findall("NOT CHECKED: .* need (.*) of", process.stdout) == [
+  assert re.findall("NOT CHECKED: .* need (.*) of", check("large")) == [
       "10 GB", "18 GiB"]
 
 
@@ -44,11 +43,9 @@ def test_large_arrays_take_much_memory():
 
 
 def test_bandwidth():
-  process = check("bandwidth", "100000")
-  assert process.returncode == 0, process.stderr
-  assert process.stdout.count("of a copy's") == 36
-  assert process.stdout.count(" 2^15 ") == 36
-  launches = re.findall(r"(\d+) launches for (\d+) variables", process.stdout)
+  text = check("bandwidth", "100000")
+  assert text.count("of a copy's") == text.count(" 2^15 ") == 36
+  launches = re.findall(r"(\d+) launches for (\d+) variables", text)
   assert len(launches) == 36
   for count, variables in launches:
     assert int(count) <= -(-int(variables) // 145)

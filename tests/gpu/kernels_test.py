@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_all
 import modes
 import numerics
-from gpu_support import arrays
-from gpu_support import LAZY_RULES
-from gpu_support import Log
-from gpu_support import on
-from gpu_support import rows_of
-from gpu_support import rule_of
-from gpu_support import RULES
+from gpu_support import arrays, LAZY_RULES, Log, on, rows_of, rule_of, RULES
 from modes import mode  # pylint: disable=unused-import
 from numerics import DOUBLE, KERNELS_OF
 from processes import run_forks, run_python
@@ -73,8 +68,7 @@ def test_a_rule_gives_the_bits_of_the_cpu(rule, pair):
           shadows=shadows, decay=[0.75, 0.9])
     found.append([v.numpy() for row in variables + shadows for v in row])
     assert all(device in v.device for row in variables for v in row)
-  for want, got in zip(*found, strict=True):
-    numerics.assert_same_numbers(got, want)
+  assert_all(numerics.assert_same_numbers, *reversed(found))
   # The variable of no elements is left out.
   log.assert_launched((kernel(rule, dtype), len(SHAPES) - 1))
 
@@ -95,8 +89,7 @@ def test_averages_give_the_bits_of_the_cpu(pair):
     shadows = [on(device, row) for row in averages]
     ema_update(shadows, on(device, values), [0.75, 0., 1.])
     found.append([v.numpy() for row in shadows for v in row])
-  for want, got in zip(*found, strict=True):
-    numerics.assert_same_numbers(got, want)
+  assert_all(numerics.assert_same_numbers, *reversed(found))
   log.assert_launched((kernel("Average", dtype), len(SHAPES) - 1))
 
 
@@ -131,8 +124,7 @@ def test_rows_give_the_bits_of_the_cpu(rule, pair):
                               scalars, numerics.scalars(rule))))),
           shadows=[averages], decay=[0.75])
     found.append([v.numpy() for row in [*variables, averages] for v in row])
-  for want, got in zip(*found, strict=True):
-    numerics.assert_same_numbers(got, want)
+  assert_all(numerics.assert_same_numbers, *reversed(found))
 
 
 # Rows of averages that lag behind
@@ -189,8 +181,7 @@ def test_lazy_rows_give_the_bits_of_the_cpu(rule, pair):
 
   found = [lazy_steps(device, rule, values, averages, steps, decays, finish)
            for device in (modes.OTHERS, modes.VARIABLES)]
-  for want, got in zip(*found, strict=True):
-    numerics.assert_same_numbers(got, want)
+  assert_all(numerics.assert_same_numbers, *reversed(found))
 
 
 def lazy(count=300, width=3):
@@ -332,8 +323,7 @@ def test_rows_that_follow_each_other_are_as_one(dtype, indices, variables):
         tf.constant(grad), tf.constant(list(indices)), value.shape)],
           {"lr": 1., "momentum": 0.5})
     found.append([v.numpy(), m.numpy()])
-  for want, got in zip(*found, strict=True):
-    numerics.assert_same_numbers(got, want)
+  assert_all(numerics.assert_same_numbers, *reversed(found))
   # The first may be their sums.
   assert not IS_FAKE or log.launched[-1] == ("Momentum_float", variables)
 

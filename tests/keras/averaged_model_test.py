@@ -64,6 +64,11 @@ MODELS = {
 }
 
 
+def enter(opt, *args):
+  with opt.averaged_weights(*args):
+    pass
+
+
 def trained(model, *args, run_eagerly=False):
   model.compile(wk.MovingAverage(keras.optimizers.SGD(0.1), *args),
                 loss="mse", run_eagerly=run_eagerly)
@@ -374,13 +379,10 @@ def test_a_model_that_is_quantized(name, tmp_path):
   assert all((a != b).all() for a, b in zip(averages, raw))
   arrays.assert_same(biases, raw)
 
-  def enter(*args):
-    with opt.averaged_weights(*args):
-      raise AssertionError
-
   callback = wk.EvaluateWithAverages()
   for entry in [
-      lambda: enter(model), enter, lambda: opt.averaged_model(model),
+      lambda: enter(opt, model), lambda: enter(opt),
+      lambda: opt.averaged_model(model),
       lambda: opt.averages_by_decay(model), lambda: opt.set_model(model),
       lambda: model.evaluate(*data(), verbose=0, callbacks=[callback]),
       lambda: model.fit(*data(), verbose=0, callbacks=[callback]),
@@ -435,13 +437,9 @@ def test_a_table_that_grows(name, how, tmp_path):
   with pytest.raises(ValueError, match="variables it was originally built"):
     model.train_on_batch(x, y)
 
-  def enter():
-    with averaging.averaged_weights(model):
-      raise AssertionError
-
   callback = wk.EvaluateWithAverages()
   for entry in [
-      enter, lambda: averaging.averaged_model(model),
+      lambda: enter(averaging, model), lambda: averaging.averaged_model(model),
       lambda: model.evaluate(x, y, verbose=0, callbacks=[callback])]:
     with pytest.raises(RuntimeError, match=(
         "got '.*table', which has left" if how == "removed" else
@@ -483,32 +481,26 @@ def test_a_part_has_lost_nothing():
   for model in a, b:
     model.compile(opt, loss="mse")
   encoder = keras.Sequential(a.layers[:1])
-
-  def enter(*args):
-    with opt.averaged_weights(*args):
-      pass
-
   for model in a, b, encoder:
-    enter(model)
+    enter(opt, model)
   b.quantize("int8")
   a.layers[0].trainable = False
   for model in a, encoder:
-    enter(model)
-  with raises_left():
-    enter(b)
-  with raises_left():
-    enter()
+    enter(opt, model)
+  for args in [b], []:
+    with raises_left():
+      enter(opt, *args)
   # A layer that was removed, or another one in its place.
   a.pop()
-  enter(a)
+  enter(opt, a)
   opt.averaged_model(a)
   a.add(layers.Dense(1, name="other"))
   with raises_left("last/kernel", a.name):
-    enter(a)
+    enter(opt, a)
   a.compile("sgd")  # It has had the variable.
   with raises_left("last/kernel", a.name):
-    enter(a)
-  enter(encoder)
+    enter(opt, a)
+  enter(opt, encoder)
 
 
 def test_what_fit_trains_and_does_not_end_with():

@@ -1,5 +1,6 @@
 """Batch normalization under averaged weights."""
 
+import functools
 import warnings
 
 import keras
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from arrays import assert_same, values
+from arrays import assert_close, assert_same, values
+from fit_callbacks import at_batch_end, at_epoch_end
 import keras_versions
 import replicas  # pylint: disable=unused-import
 import wrapopt.keras as wk
@@ -61,10 +63,8 @@ def moments(x):
   return np.float64(x).mean((0, 1)), np.float64(x).var((0, 1))
 
 
-def close(got, want):
-  for g, w in zip(got, want, strict=True):
-    # The result is rounded to float32, and so are inputs of the second layer.
-    np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6)
+# The result is rounded to float32, and so are inputs of the second layer.
+close = functools.partial(assert_close, rtol=2e-6, atol=2e-6)
 
 
 def test_statistics_are_those_of_the_data_set():
@@ -200,16 +200,14 @@ def test_averaged_statistics_in_fit_and_files(tmp_path):
   callback = wk.EvaluateWithAverages()
   seen = []
 
-  class Watch(keras.callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      with model.optimizer.averaged_weights(model):
-        want = evaluate(model)
-      seen.append((logs["val_loss"], want, statistics(model, "first")))
-      model.save(tmp_path / "model.keras")
+  def watch(logs):
+    with model.optimizer.averaged_weights(model):
+      want = evaluate(model)
+    seen.append((logs["val_loss"], want, statistics(model, "first")))
+    model.save(tmp_path / "model.keras")
 
   model.fit(x, y, verbose=0, epochs=2, validation_data=(x, y),
-            callbacks=[callback, Watch()])
+            callbacks=[callback, at_epoch_end(watch)])
   for val_loss, want, _ in seen:
     assert val_loss == want
   loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -234,9 +232,7 @@ def test_averaged_statistics_in_a_strategy():
   x, y = data(48)
   seen = []
 
-  watch = keras.callbacks.LambdaCallback(
-      on_train_batch_end=lambda batch, logs: seen.append(
-          statistics(model, "first")[0]))
+  watch = at_batch_end(lambda: seen.append(statistics(model, "first")[0]))
   model.fit(x, y, verbose=0, epochs=1, batch_size=16, callbacks=[
       wk.EvaluateWithAverages(), watch])
   want = np.zeros(3)
@@ -389,8 +385,8 @@ def test_fit_recalibrates(tmp_path):
   recalibrated = raw[:]
   raw.clear()
   fit(False)
-  for (_, with_it), (_, without) in zip(recalibrated, raw, strict=True):
-    assert_same(with_it, without)
+  assert_same([weights for _, weights in recalibrated],
+              [weights for _, weights in raw])
   plain = make()
   for epoch, (val_loss, saved) in enumerate(seen):
     plain.set_weights(saved)
@@ -554,9 +550,8 @@ def test_swa_of_epochs_with_recalibrated_statistics():
   model = make(opt)
   seen = []
 
-  watch = keras.callbacks.LambdaCallback(
-      on_epoch_end=lambda epoch, logs: seen.append(
-          values(model.trainable_variables)))
+  watch = at_epoch_end(
+      lambda logs: seen.append(values(model.trainable_variables)))
   model.fit(dataset, epochs=5, verbose=0, callbacks=[
       watch, wk.EvaluateWithAverages(recalibrate=dataset)])
   for v, *two in zip(model.trainable_variables, seen[2], seen[4], strict=True):
@@ -592,8 +587,7 @@ class Networks(keras.Model):
     return {"loss": loss}
 
 
-def network_statistics(network):
-  return wk.batch_norm.statistics(network)
+network_statistics = wk.batch_norm.statistics
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -605,10 +599,9 @@ def test_another_network_keeps_its_statistics(frozen, kwargs):
       "sgd", 0.5, average_batch_norm=True), loss="mse")
   opt, raw = model.optimizer, []
 
-  watch = keras.callbacks.LambdaCallback(
-      on_train_batch_end=lambda batch, logs: raw.append(
-          [values(network_statistics(network))
-           for network in (model.student, model.teacher)]))
+  watch = at_batch_end(lambda: raw.append([
+      values(network_statistics(network))
+      for network in (model.student, model.teacher)]))
   model.fit(x, y, verbose=0, batch_size=16, callbacks=[
       wk.EvaluateWithAverages(), watch])
   student, teacher = map(network_statistics, (model.student, model.teacher))

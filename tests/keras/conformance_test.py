@@ -19,10 +19,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
+from inner_optimizers import (
+    ADAM, FUSED, HAS_MUON, INNER, NAMES, UNFUSED, tensors, values_at_start,
+    variables_of)
 import keras_versions
 import numerics
 from replicas import mirrored as strategy
-from training import native_ops
+from training import in_mode, native_ops, stepping
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
@@ -33,76 +37,6 @@ K = keras.optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 
-
-def decaying(opt):
-  opt.exclude_from_weight_decay(var_names=["excluded"])
-  return opt
-
-
-def by_name(variable, table, others):
-  return table if "table" in variable.path else others
-
-
-def by_function():
-  """Keras's MultiOptimizer, which finds what it holds when it is built."""
-  table, others = K.SGD(0.25), K.Adamax(**ADAM)
-  return K.MultiOptimizer(lambda v: by_name(v, table, others))
-
-
-# Betas and rates are binary fractions: Keras rounds them to the variable's
-# dtype before it computes with them.
-ADAM = {"learning_rate": 0.125, "beta_1": 0.75, "beta_2": 0.5, "epsilon": 0.25}
-RMS = {"learning_rate": 0.125, "rho": 0.75, "epsilon": 0.25}
-
-FUSED = {
-    "SGD": lambda: decaying(K.SGD(0.125, weight_decay=0.25)),
-    "SGD momentum": lambda: decaying(
-        K.SGD(0.125, momentum=0.75, weight_decay=0.25)),
-    "SGD Nesterov": lambda: K.SGD(0.125, momentum=0.75, nesterov=True),
-    "SGD clipnorm": lambda: K.SGD(0.5, clipnorm=0.5),
-    "SGD clipvalue": lambda: K.SGD(0.5, clipvalue=0.5),
-    "SGD global_clipnorm": lambda: K.SGD(0.5, global_clipnorm=0.5),
-    "SGD loss_scale_factor": lambda: K.SGD(0.5, loss_scale_factor=4.0),
-    "SGD schedule": lambda: K.SGD(
-        K.schedules.ExponentialDecay(0.125, 1, decay_rate=0.5)),
-    "Adam": lambda: K.Adam(**ADAM),
-    "Adam AMSGrad": lambda: decaying(
-        K.Adam(amsgrad=True, weight_decay=0.25, **ADAM)),
-    "AdamW": lambda: decaying(K.AdamW(weight_decay=0.25, **ADAM)),
-    "Adagrad": lambda: decaying(
-        K.Adagrad(0.125, epsilon=0.25, weight_decay=0.25)),
-    "RMSprop": lambda: decaying(K.RMSprop(weight_decay=0.25, **RMS)),
-    "RMSprop centered": lambda: decaying(
-        K.RMSprop(centered=True, weight_decay=0.25, **RMS)),
-    "RMSprop momentum": lambda: decaying(
-        K.RMSprop(momentum=0.5, weight_decay=0.25, **RMS)),
-    "RMSprop centered, momentum": lambda: K.RMSprop(
-        centered=True, momentum=0.5, **RMS),
-    "Lion": lambda: decaying(
-        K.Lion(0.125, beta_1=0.75, beta_2=0.5, weight_decay=0.25)),
-    "LossScaleOptimizer": lambda: K.LossScaleOptimizer(
-        K.SGD(0.125), initial_scale=2.0),
-}
-UNFUSED = {
-    "Adadelta": lambda: K.Adadelta(2.0, epsilon=0.25),
-    "Adafactor": lambda: K.Adafactor(0.125, epsilon_1=0.25),
-    "Adamax": lambda: decaying(K.Adamax(weight_decay=0.25, **ADAM)),
-    "Ftrl": lambda: K.Ftrl(0.125),
-    "Lamb": lambda: K.Lamb(**ADAM),
-    "MultiOptimizer": lambda: K.MultiOptimizer(
-        K.OptimizerMap(K.Adamax(**ADAM), {".*table.*": K.SGD(0.25)})),
-    "MultiOptimizer by function": by_function,
-    "Muon": lambda: decaying(K.Muon(0.125, weight_decay=0.25)),
-    "Nadam": lambda: K.Nadam(**ADAM),
-    "ScheduleFreeAdamW": lambda: K.ScheduleFreeAdamW(**ADAM),
-}
-INNER = {**FUSED, **UNFUSED}
-
-# Keras 3.12 lacks some, and its Muon takes no step.
-HAS_MUON = hasattr(K, "MultiOptimizer")
-INNER = {name: make for name, make in INNER.items()
-         if hasattr(K, name.split()[0].rstrip(",")) and (
-             name != "Muon" or HAS_MUON)}
 
 # Their gradients and rates change before the update: no news for XLA.
 NO_JIT = {"SGD clipnorm", "SGD clipvalue", "SGD global_clipnorm",
@@ -140,57 +74,28 @@ WRAPPERS = {
     "Lookahead": lambda opt: wk.Lookahead(opt, SYNC, STEP_SIZE),
 }
 
-SHAPES = {"kernel": (3, 2), "table": (5, 2), "scalar": (), "empty": (0,),
-          "excluded": (2,), "unused": (2,)}
-NAMES = list(SHAPES)
-ROWS = ([4, 1], [0, 1], [2, 3], [4, 0])
 
-
-@functools.cache
-def values_at_start():
-  rng = np.random.default_rng(1)
-  return {name: rng.integers(-16, 17, shape) / 8
-          for name, shape in SHAPES.items()}
-
-
-@functools.cache
-def gradients(step):
-  """Quarters, so that sums and low precision are exact; None of `unused`."""
-  rng = np.random.default_rng(2 + step)
-  return {name: rng.integers(1, 9, shape) * rng.choice([-0.25, 0.25], shape)
-          for name, shape in SHAPES.items() if name != "unused"}
-
-
-def variables_of(dtype, names=NAMES):
-  return [keras.Variable(values_at_start()[name], dtype=dtype.name, name=name)
-          for name in names]
-
-
-def tensors(step, dtype, sparse=True, names=NAMES):
-  found = []
-  for name in names:
-    grad = gradients(step).get(name)
-    if grad is not None:
-      grad = tf.constant(grad, dtype)
-      if name == "table" and sparse:
-        rows = ROWS[step % len(ROWS)]
-        grad = tf.IndexedSlices(tf.gather(grad, rows), tf.constant(rows),
-                                tf.constant(SHAPES[name]))
-    found.append(grad)
-  return found
-
-
-def numbers(variables):
-  return [np.array(v.value.numpy()) for v in variables]
-
-
-def averages_of(opt, variables):
-  """Its rows of averages: lists of arrays."""
-  rows = opt._store.rows
-  return [numbers(row[opt._var_key(v)] for v in variables) for row in rows]
+def averages_of(opt, variables, read=arrays.values):
+  """Its rows of averages: lists of arrays. An optimizer of Keras has none."""
+  rows = opt._store.rows if isinstance(opt, _wrapper.WrapperOptimizer) else []
+  return [read(row[opt._var_key(v)] for v in variables) for row in rows]
 
 
 Trace = collections.namedtuple("Trace", "names values averages function opt")
+
+
+def take_steps(step, variables, record, sync=None):
+  """Takes steps by a function of their number; records before and after each.
+
+  `sync` is called with the variables' values after each step, and gives others.
+  """
+  record()
+  for t in range(STEPS):
+    step(t)
+    if sync:
+      for v, x in zip(variables, sync(t, arrays.values(variables))):
+        v.assign(x)
+    record()
 
 
 def train(make, mode, dtypes, sync=None, sparse=True, names=NAMES):
@@ -200,43 +105,23 @@ def train(make, mode, dtypes, sync=None, sparse=True, names=NAMES):
     make: A function that makes the optimizer.
     mode: "eager", "function" or "jit".
     dtypes: Of variables and of gradients.
-    sync: Called with the variables' values after each step, gives others.
+    sync: As of `take_steps`.
     sparse: Whether the table has sparse gradients.
     names: Of the variables.
   """
-  variables = variables_of(dtypes[0], names)
-  opt = make()
-  opt.build(variables)
-  is_ours = isinstance(opt, wk._wrapper.WrapperOptimizer)
-
-  def step(grads):
-    opt.apply(grads, variables)
-
-  function = step
-  if mode != "eager":
-    function = tf.function(step, jit_compile=mode == "jit")
+  variables, opt = variables_of(dtypes[0], names), make()
+  function = stepping(opt, variables, mode)
   values, averages = [], []
 
   def record():
-    values.append(numbers(variables))
-    averages.append(averages_of(opt, variables) if is_ours else [])
+    values.append(arrays.values(variables))
+    averages.append(averages_of(opt, variables))
 
-  record()
-  for t in range(STEPS):
-    function(tensors(t, dtypes[1], sparse, names))
-    if sync:
-      for v, x in zip(variables, sync(t, numbers(variables))):
-        v.assign(x)
-    record()
+  take_steps(lambda t: function(*tensors(t, dtypes[1], sparse, names)),
+             variables, record, sync)
   if mode != "eager":
     assert function.experimental_get_tracing_count() == 1
   return Trace(names, values, averages, function, opt)
-
-
-@functools.cache
-def bare(inner, dtypes):
-  return train(INNER[inner], "eager", dtypes,
-               sparse=inner not in NO_SPARSE).values
 
 
 def slow_weights():
@@ -254,8 +139,9 @@ def slow_weights():
 
 
 @functools.cache
-def bare_lookahead(inner, dtypes):
-  return train(INNER[inner], "eager", dtypes, slow_weights(),
+def bare(inner, dtypes, lookahead):
+  return train(INNER[inner], "eager", dtypes,
+               slow_weights() if lookahead else None,
                sparse=inner not in NO_SPARSE).values
 
 
@@ -265,12 +151,10 @@ def tolerance(dtype):
 
 
 def assert_variables(trace, inner, wrapper, dtypes, exact):
-  want = (bare_lookahead if wrapper == "Lookahead" else bare)
   narrow = dtypes[0] in (numerics.HALF, numerics.BFLOAT16)
-  if inner in UNFUSED or not narrow:
-    want = want(inner, dtypes)
-  else:  # Keras rounds after every operation, and we after the last.
-    want = want(inner, (numerics.FLOAT, numerics.FLOAT))
+  # Keras rounds after every operation, and we after the last.
+  want = bare(inner, dtypes if inner in UNFUSED or not narrow else
+              DTYPES["float32"], wrapper == "Lookahead")
   moved = 0
   for t, (row, want_row) in enumerate(zip(trace.values, want)):
     want_row = dict(zip(NAMES, want_row))
@@ -288,11 +172,6 @@ def assert_variables(trace, inner, wrapper, dtypes, exact):
         assert np.isfinite(moves).all(), context
         moved = max(moved, moves.max())
   assert moved > 0.1
-
-
-def assert_ema(before, value, rate, got, unrounded, context):
-  [(want, allowed)] = numerics.reference("Ema", [before], [value], [rate])
-  numerics.assert_close(got, want, allowed + unrounded, context)
 
 
 def check_averages(trace, wrapper, dtypes, fused_by_xla=False):
@@ -329,7 +208,8 @@ def check_averages(trace, wrapper, dtypes, fused_by_xla=False):
           if fused_by_xla and narrow:
             unrounded = (rate * float(ml_dtypes.finfo(v.dtype).eps) / 2
                          * np.abs(np.float64(v)))
-          assert_ema(s, v, rate, new, unrounded, context)
+          [(want, allowed)] = numerics.reference("Ema", [s], [v], [rate])
+          numerics.assert_close(new, want, allowed + unrounded, context)
 
 
 def cases():
@@ -348,33 +228,22 @@ def cases():
           if case[0] not in NO_FLOAT64 or case[3] != "float64"]
 
 
-def walk(opt, steps, start=0.0, grad=-1.0):
+@pytest.mark.parametrize("make, want", [
+    # w goes 1, 2, 3; s goes half of the way to it.
+    (lambda opt: wk.MovingAverage(opt, 0.5), [(1, 0.5), (2, 1.25), (3, 2.125)]),
+    # w goes 1, 2, 3, 4, 5; s is w, then the mean of 2, then of 2 and 4.
+    (lambda opt: wk.SWA(opt, 1, 2), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]),
+    # Every second step, w goes back to the half of the way.
+    (lambda opt: wk.Lookahead(opt, 2, 0.5),
+     [(1, 0), (1, 1), (2, 1), (2, 2), (3, 2)])], ids=list(WRAPPERS))
+def test_in_the_head(make, want):
   """Values of a variable, and of its average, after steps of SGD by 1."""
-  w = keras.Variable([start])
-  trace = []
-  for _ in range(steps):
-    opt.apply([tf.constant([grad])], [w])
+  w, opt, seen = keras.Variable([0.0]), make(K.SGD(1.0)), []
+  for _ in want:
+    opt.apply([tf.constant([-1.0])], [w])
     s = opt.average(w) if hasattr(opt, "average") else opt.slow_weights(w)
-    trace.append((float(w.numpy()[0]), float(s.numpy()[0])))
-  return trace
-
-
-def test_moving_average_in_the_head():
-  # w goes 1, 2, 3; s goes half of the way to it.
-  assert walk(wk.MovingAverage(K.SGD(1.0), 0.5), 3) == [
-      (1, 0.5), (2, 1.25), (3, 2.125)]
-
-
-def test_swa_in_the_head():
-  # w goes 1, 2, 3, 4, 5; s is w, then the mean of 2, then of 2 and 4.
-  assert walk(wk.SWA(K.SGD(1.0), 1, 2), 5) == [
-      (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
-
-
-def test_lookahead_in_the_head():
-  # Every second step, w goes back to the half of the way.
-  assert walk(wk.Lookahead(K.SGD(1.0), 2, 0.5), 5) == [
-      (1, 0), (1, 1), (2, 1), (2, 2), (3, 2)]
+    seen.append((float(w.numpy()[0]), float(s.numpy()[0])))
+  assert seen == want
 
 
 @pytest.mark.parametrize("kind", ["number", "variable", "callable"])
@@ -455,7 +324,7 @@ def test_one_op_for_the_whole_model(inner, wrapper):
   dtypes = DTYPES["float32"]
   trace = train(lambda: WRAPPERS[wrapper](INNER[inner]()), "function", dtypes,
                 sparse=False)
-  found = native_ops(trace.function, tensors(0, dtypes[1], sparse=False))
+  found = native_ops(trace.function, *tensors(0, dtypes[1], sparse=False))
   want = {"Apply" + inner: 1} if inner == "Adam" else {}
   if wrapper == "Lookahead":
     want["AveragingAssign"] = 1
@@ -476,13 +345,7 @@ def test_one_op_for_the_whole_model(inner, wrapper):
 def test_the_op_is_in_what_xla_compiles(inner, op):
   names = ["kernel", "scalar"]
   variables = variables_of(numerics.FLOAT, names)
-  opt = wk.MovingAverage(INNER[inner](), DECAYS)
-  opt.build(variables)
-
-  @functools.partial(tf.function, jit_compile=True)
-  def step(a, b):
-    opt.apply([a, b], variables)
-
+  step = stepping(wk.MovingAverage(INNER[inner](), DECAYS), variables, "jit")
   args = tensors(0, numerics.FLOAT, names=names)
   hlo = step.experimental_get_compiler_ir(*args)("hlo")
   # What Keras would have done in ops of TensorFlow is not there.
@@ -520,30 +383,25 @@ def test_300_variables_that_xla_compiles(how, name):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([1]), ManyWeights()])
     opt = OF_MANY[name]()
-    opt.build(model.trainable_variables)
-    before = [v.numpy() for v in model.weights]
+    step = stepping(opt, model.trainable_variables,
+                    "jit" if jit else "function")
+    before = arrays.values(model.weights)
     if how == "fit":
       model.compile(opt, lambda y, got: tf.reduce_sum(y * got), jit_compile=jit)
       model.fit(np.ones([4, 1]), np.ones([4, 1]), batch_size=1, verbose=0)
     else:
-      @functools.partial(tf.function, jit_compile=jit, autograph=False)
-      def step(*grads):
-        opt.apply(list(grads), model.trainable_variables)
-
       for scale in 1.0, -0.5:
         grads = [tf.constant(scale * (w + 1)) for w in before]
         step(*grads)
       if jit:
         hlo = step.experimental_get_compiler_ir(*grads)("optimized_hlo")
         assert hlo.count('custom_call_target="wrapopt_apply"') == 1
-    found.append([v.numpy() for v in (
-        *model.weights, *opt.variables, *map(opt.average, model.weights))])
+    found.append(arrays.values((
+        *model.weights, *opt.variables, *map(opt.average, model.weights))))
     assert len(model.weights) == 300
     assert all((v != w).all() for v, w in zip(found[-1], before))
   # In fit, XLA computes the gradients in another order.
-  for got, want in zip(*found, strict=True):
-    np.testing.assert_allclose(
-        got, want, rtol=0, atol=0 if how == "function" else 1e-5)
+  arrays.assert_close(*found, rtol=0, atol=0 if how == "function" else 1e-5)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -554,12 +412,7 @@ def test_what_a_step_captures(name, slots, averages, jit):
   n = 5
   weights = [keras.Variable(np.ones(3)) for _ in range(n)]
   opt = wk.MovingAverage(getattr(K, name)(), [0.5, 0.75, 0.875][:averages])
-  opt.build(weights)
-
-  @functools.partial(tf.function, jit_compile=jit)
-  def step(*grads):
-    opt.apply(list(grads), weights)
-
+  step = stepping(opt, weights, "jit" if jit else "function")
   found = step.get_concrete_function(*[tf.ones(3)] * n).captured_inputs
   # XLA must see each variable. Else there is one tensor of all their handles.
   assert len(found) <= (n * (1 + slots + averages) if jit else 1) + 4
@@ -582,25 +435,17 @@ def mirrored(make, function, sync=None):
   if function:
     run = tf.function(run)
   replicas = [Trace(NAMES, [], [], run, opt) for _ in range(2)]
-  rows = []
-  if isinstance(opt, wk._wrapper.WrapperOptimizer):
-    rows = [[row[opt._var_key(v)] for v in variables]
-            for row in opt._store.rows]
 
   def record():
     for i, replica in enumerate(replicas):
-      local = lambda v: np.array(
-          strategy().experimental_local_results(v.value)[i].numpy())
-      replica.values.append(list(map(local, variables)))
-      replica.averages.append([list(map(local, row)) for row in rows])
+      read = lambda found: [
+          strategy().experimental_local_results(v.value)[i].numpy()
+          for v in found]
+      replica.values.append(read(variables))
+      replica.averages.append(averages_of(opt, variables, read))
 
-  record()
-  for t in range(STEPS):
-    run(tensors(t, dtype, sparse=False))
-    if sync:
-      for v, x in zip(variables, sync(t, numbers(variables))):
-        v.assign(x)
-    record()
+  take_steps(lambda t: run(tensors(t, dtype, sparse=False)), variables, record,
+             sync)
   return replicas
 
 
@@ -614,34 +459,20 @@ def test_mirrored(inner, wrapper, function):
   replicas = mirrored(lambda: WRAPPERS[wrapper](INNER[inner]()), function)
   for replica in replicas:
     check_averages(replica, wrapper, dtypes)
-  for got, want in zip(*(tf.nest.flatten([r.values, r.averages])
-                         for r in replicas)):
-    numerics.assert_same_bits(got, want)
+  arrays.assert_same_bits(*([r.values, r.averages] for r in replicas))
   stock = mirrored(INNER[inner], function,
                    slow_weights() if lookahead else None)
-  for got, want in zip(tf.nest.flatten(replicas[0].values),
-                       tf.nest.flatten(stock[0].values)):
-    if lookahead:
-      numerics.assert_close(got, np.float64(want), tolerance(numerics.FLOAT))
-    else:
-      numerics.assert_same_bits(got, want)
+  if lookahead:
+    arrays.assert_all(numerics.assert_close, replicas[0].values,
+                      stock[0].values, tolerance(numerics.FLOAT))
+  else:
+    arrays.assert_same_bits(replicas[0].values, stock[0].values)
   for name, start, end in zip(NAMES, replicas[0].values[0],
                               replicas[0].values[-1]):
     assert (start != end).any() == (name not in ("empty", "unused"))
 
 
 MODE = pytest.mark.parametrize("mode", MODES)
-
-
-def stepping(opt, variables, mode, as_fit=False):
-  """A function of gradients, which takes the optimizer's step."""
-  opt.build(variables)
-  step = lambda *grads: opt.apply(list(grads), variables)
-  if as_fit:
-    step = lambda *grads: opt.apply_gradients(zip(grads, variables))
-  if mode == "eager":
-    return step
-  return tf.function(step, jit_compile=mode == "jit")
 
 
 # (outer, inner) of all that make sense; of the others there is an error.
@@ -760,20 +591,13 @@ def test_averages_are_of_constrained_weights(inner, mode):
   assert w.numpy()[0] == 0.5
 
 
-class Half(keras.constraints.Constraint):
-  """Tells how often it acts."""
-
-  def __call__(self, w):
-    return w / 2
-
-
 @MODE
 @pytest.mark.parametrize("accumulated", [None, 2])
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 def test_a_constraint_acts_once(inner, accumulated, mode):
   def trained(wrap, steps, as_fit=False):
     w = keras.Variable([1.0])
-    w.constraint = Half()
+    w.constraint = lambda w: w / 2  # Tells how often it acts.
     opt = wrap(inner(0.0, gradient_accumulation_steps=accumulated))
     step, seen = stepping(opt, [w], mode, as_fit), []
     for _ in range(steps):
@@ -921,23 +745,15 @@ def test_a_wrapper_without_averages(is_outside, mode):
 @pytest.mark.parametrize("mode", ["function", "jit"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_built_where_it_is_traced(wrapper, mode):
-  w = tf.Variable([2.0])
-  opt = WRAPPERS[wrapper](K.Adam(**ADAM))
-
-  @functools.partial(tf.function, jit_compile=mode == "jit")
-  def step(grad):
-    opt.apply([grad], [w])
-
-  step(tf.constant([1.0]))
-  step(tf.constant([1.0]))
-  assert int(opt.iterations) == 2
-  other = tf.Variable([2.0])
-  eager = WRAPPERS[wrapper](K.Adam(**ADAM))
-  for _ in range(2):
-    eager.apply([tf.constant([1.0])], [other])
-  np.testing.assert_allclose(w.numpy(), other.numpy(), rtol=1e-6)
-  np.testing.assert_allclose(averages_of(opt, [w]), averages_of(eager, [other]),
-                             rtol=1e-6)
+  found = []
+  for how in mode, "eager":
+    w, opt = tf.Variable([2.0]), WRAPPERS[wrapper](K.Adam(**ADAM))
+    step = in_mode(lambda grad: opt.apply([grad], [w]), how)
+    for _ in range(2):
+      step(tf.constant([1.0]))
+    assert int(opt.iterations) == 2
+    found.append([w.numpy(), averages_of(opt, [w])])
+  arrays.assert_close(*found, rtol=1e-6)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -981,9 +797,8 @@ def test_models_of_mixed_precision(policy, jit):
     x, y = np.array([[0, 1], [2, 3]]), np.array([[1.0], [2.0]])
     for _ in range(3):
       model.train_on_batch(x, y)
-    finals.append([v.numpy() for v in model.trainable_variables])
-  for got, want in zip(*finals):
-    np.testing.assert_allclose(got, want, atol=2**-18)
+    finals.append(arrays.values(model.trainable_variables))
+  arrays.assert_close(*finals, rtol=1e-7, atol=2**-18)
   swa, moving = opt.inner_optimizer, opt.inner_optimizer.inner_optimizer
   for v in model.trainable_variables:
     assert moving.average(v).dtype == swa.average(v).dtype == "float32"
@@ -1013,6 +828,13 @@ class OwnUpdate(K.SGD):
       v.assign_sub(grad)
 
 
+class OwnUpdateInFit(K.SGD):
+
+  def apply_gradients(self, grads_and_vars):
+    for grad, v in grads_and_vars:
+      v.assign_sub(grad)
+
+
 class Centralized(K.SGD):
 
   def apply(self, grads, trainable_variables=None):
@@ -1024,30 +846,6 @@ class CentralizedInFit(K.SGD):
   def apply_gradients(self, grads_and_vars):
     return super().apply_gradients(
         [(g - tf.reduce_mean(g), v) for g, v in grads_and_vars])
-
-
-class OwnUpdateInFit(K.SGD):
-
-  def apply_gradients(self, grads_and_vars):
-    for grad, v in grads_and_vars:
-      v.assign_sub(grad)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_apply_gradients_of_users(wrapper):
-  """fit() calls it, and so do we."""
-  grad, finals = tf.constant([1.0, 3.0]), []
-  for wrap in (lambda opt: opt, WRAPPERS[wrapper]):
-    w = keras.Variable([1.0, 2.0])
-    opt = wrap(CentralizedInFit(0.5))
-    opt.apply_gradients(zip([grad], [w]))
-    finals.append(w.numpy())
-  np.testing.assert_array_equal(*finals)
-  np.testing.assert_array_equal(w, [1.5, 1.5])
-  if wrapper == "MovingAverage":
-    np.testing.assert_array_equal(opt.average(w), [1.25, 1.75])
-  with pytest.raises(NotImplementedError, match="OwnUpdateInFit inside of"):
-    WRAPPERS[wrapper](OwnUpdateInFit(0.5)).apply_gradients([(grad, w)])
 
 
 class OfTwo(K.SGD):
@@ -1097,19 +895,22 @@ def test_wrappers_of_users():
     wk.SWA(opt)
 
 
-@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("own, centralized, mode", [
+    (OwnUpdate, Centralized, "eager"), (OwnUpdate, Centralized, "function"),
+    (OwnUpdateInFit, CentralizedInFit, "eager")])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_optimizers_of_users(wrapper, mode):
-  w = keras.Variable([1.0, 2.0])
-  step = stepping(WRAPPERS[wrapper](OwnUpdate(0.5)), [w], mode)
+def test_optimizers_of_users(wrapper, own, centralized, mode):
+  """fit() calls apply_gradients(), and so do we."""
+  w, as_fit = keras.Variable([1.0, 2.0]), own is OwnUpdateInFit
+  step = stepping(WRAPPERS[wrapper](own(0.5)), [w], mode, as_fit)
   with pytest.raises(NotImplementedError, match=(
-      f"OwnUpdate inside of {wrapper} must update variables by "
+      f"{own.__name__} inside of {wrapper} must update variables by "
       "`_backend_update_step`")):
     step(tf.constant([1.0, 3.0]))
   w.assign([1.0, 2.0])
-  opt = WRAPPERS[wrapper](Centralized(0.5))
-  assert not opt.fused
-  step = stepping(opt, [w], mode)
+  opt = WRAPPERS[wrapper](centralized(0.5))
+  assert as_fit or not opt.fused
+  step = stepping(opt, [w], mode, as_fit)
   step(tf.constant([1.0, 3.0]))
   np.testing.assert_array_equal(w.numpy(), [1.5, 1.5])
   if wrapper == "MovingAverage":
@@ -1158,13 +959,12 @@ def test_no_step_while_averages_are_in_place():
   opt = wk.Lookahead(swa)
   opt.apply([tf.constant([1.0])], [w])
   for x in (swa, moving):
-    before = [v.numpy() for v in (w, *opt.variables)]
+    before = arrays.values((w, *opt.variables))
     with x.averaged_weights():
       for y in (opt, swa, moving) if x is moving else (opt, swa):
         with pytest.raises(RuntimeError, match=r"apply\(\) must not be called"):
           y.apply([tf.constant([1.0])], [w])
-    for v, value in zip((w, *opt.variables), before):
-      numerics.assert_same_bits(v.numpy(), value)
+    arrays.assert_same_bits(arrays.values((w, *opt.variables)), before)
 
 
 @pytest.mark.parametrize("make, error, text", [
@@ -1372,9 +1172,8 @@ def test_names_without_weight_decay_may_be_those_of_layers(wrapper, inner):
     opt.exclude_from_weight_decay(var_names=["head/bias", "layer_norm"])
     opt.apply([tf.ones(v.shape) for v in model.trainable_variables],
               model.trainable_variables)
-    finals.append(numbers(model.trainable_variables))
-  for got, want in zip(*finals):
-    np.testing.assert_allclose(got, want, rtol=4e-6)
+    finals.append(arrays.values(model.trainable_variables))
+  arrays.assert_close(*finals, rtol=4e-6)
 
 
 def test_swa_around_an_optimizer_that_has_trained():
@@ -1548,12 +1347,9 @@ def test_a_variable_that_has_no_gradient(wrap, inner, mode):
   """The user's code may change it, such as the weights of a teacher."""
   v, teacher = keras.Variable([1.0]), keras.Variable([5.0])
   opt = wrap(inner())
-  opt.build([v, teacher])
-  step = lambda g: opt.apply([g, None], [v, teacher])
-  if mode == "function":
-    step = tf.function(step)
+  step = stepping(opt, [v, teacher], mode)
   for value in 6.0, 8.0:
-    step(tf.constant([1.0]))
+    step(tf.constant([1.0]), None)
     assert teacher.numpy() == (5.0 if value == 6.0 else 6.0)
     teacher.assign([value])
   with opt.averaged_weights():

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from processes import run_python
+from arrays import assert_same, values
+from processes import printed_by
 from replicas import REPLICAS, mirrored
 from training import ancestors
 import wrapopt.keras
@@ -26,20 +27,21 @@ optimizers = keras.optimizers
 # of few bits, so that they are exact.
 
 
-def ema(decay):
+def ema(decay, every=1):
   def numbers(start, steps):
     w = average = start
-    for step in steps:
+    for i, step in enumerate(steps, 1):
       w = w + step
-      average = decay * average + (1 - decay) * w
+      if i % every == 0:
+        average = decay * average + (1 - decay) * w
     return w, {"average": average}
   return numbers
 
 
 def two_decays(start, steps):
   w, averages = ema(0.5)(start, steps)
-  _, [(_, other)] = w, list(ema(0.75)(start, steps)[1].items())
-  return w, {**averages, "average_0.75": other}
+  return w, {**averages,
+             "average_0.75": ema(0.75)(start, steps)[1]["average"]}
 
 
 def swa(start, steps):
@@ -49,15 +51,6 @@ def swa(start, steps):
     if i % 2 == 0:
       seen.append(w)
   return w, {"average": np.mean(seen, axis=0)}
-
-
-def every_second(start, steps):
-  w, average = start, start
-  for i, step in enumerate(steps):
-    w = w + step
-    if i % 2:
-      average = (average + w) / 2
-  return w, {"average": average}
 
 
 def of_arrays(start, steps):
@@ -85,7 +78,7 @@ WRAPPERS = {
                    two_decays),
     "every second step": (
         lambda o: wrapopt.keras.MovingAverage(o, 0.5, update_every=2),
-        every_second),
+        ema(0.5, every=2)),
     "some variables": (
         lambda o: wrapopt.keras.MovingAverage(
             o, 0.5, variables=lambda v: v.shape != ()), of_arrays),
@@ -331,13 +324,6 @@ def test_fit_gives_the_numbers_of_one_process(wrapper, inner):
   assert not np.allclose(average, values[-1], rtol=0, atol=1e-3)
 
 
-class Half(keras.constraints.Constraint):
-  """Tells how often it acts."""
-
-  def __call__(self, w):
-    return w / 2
-
-
 @pytest.mark.parametrize("inner", [
     lambda: optimizers.SGD(0.5), lambda: optimizers.Lion(0.5)],
                          ids=["SGD", "Lion"])
@@ -345,7 +331,7 @@ def test_a_constraint_acts_once(inner):
   def trained(wrap):
     with mirrored().scope():
       w = keras.Variable([1.0, -2.0])
-      w.constraint = Half()
+      w.constraint = lambda w: w / 2  # Tells how often it acts.
       opt = wrap(inner())
       opt.build([w])
     step = tf.function(lambda: mirrored().run(
@@ -385,17 +371,15 @@ def test_averages_in_place_of_weights(dtype):
   plain.set_weights(averages)
   with pytest.raises(KeyError, match="an error"):
     with opt.averaged_weights(model):
-      for v, average in zip(variables, averages):
-        np.testing.assert_array_equal(the_one(v), average)
+      assert_same(map(the_one, variables), averages)
       assert model.evaluate(INPUTS, TARGETS, verbose=0) == pytest.approx(
           plain.evaluate(INPUTS, TARGETS, verbose=0),
           rel=1e-5 if dtype == "float32" else 1e-2)
       raise KeyError("an error")
-  for v, value, average in zip(variables, raw, averages):
-    assert not np.array_equal(value, average)
-    np.testing.assert_array_equal(the_one(v), value)
-    np.testing.assert_array_equal(
-        the_one(opt.average(v)).astype(dtype), average)
+  assert not any(map(np.array_equal, raw, averages))
+  assert_same(map(the_one, variables), raw)
+  assert_same([the_one(opt.average(v)).astype(dtype) for v in variables],
+              averages)
   opt.seed_averages()
   for v, value in zip(variables, raw):
     np.testing.assert_array_equal(
@@ -447,8 +431,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
          for average, _ in state.pairs())] for m in (model, restored))
   # Nadam has two slots and a product; there are two averages.
   assert len(want) == 3 + 4 * (2 + 1 + 2)
-  for a, b in zip(want, got, strict=True):
-    np.testing.assert_array_equal(a.numpy(), b.numpy())
+  assert_same(values(want), values(got))
 
 
 # Processes: worker r's gradient is 1 + r. Keras 3.15 has no `fit` there, around
@@ -517,11 +500,10 @@ sys.exit(any(process.exitcode for process in processes))
 """
 
 
-def run(script, *args):
-  done = run_python("-c", script, *args, CUDA_VISIBLE_DEVICES="-1",
-                    no_grpc_proxy="localhost")
-  assert done.returncode == 0, done.stderr
-  return [json.loads(line) for line in done.stdout.splitlines()]
+def run(*args):
+  printed = printed_by(*args, CUDA_VISIBLE_DEVICES="-1",
+                       no_grpc_proxy="localhost")
+  return [json.loads(line) for line in printed.splitlines()]
 
 
 def test_worker_processes():
@@ -530,7 +512,7 @@ def test_worker_processes():
     for s in sockets:
       s.bind(("localhost", 0))
     addresses = [f"localhost:{s.getsockname()[1]}" for s in sockets]
-  found = dict(run(WORKERS, *addresses))
+  found = dict(run("-c", WORKERS, *addresses))
   start, steps = np.array(16.0), [np.array(-1.5)] * 3
   want = {name: [float(w), float(averages.popitem()[1])]
           for name, numbers in (
@@ -615,10 +597,7 @@ def test_parameter_servers(tmp_path):
   # The cluster's processes import it.
   path = tmp_path / "parameter_servers.py"
   path.write_text(PARAMETER_SERVERS)
-  done = run_python(str(path), CUDA_VISIBLE_DEVICES="-1",
-                    no_grpc_proxy="localhost")
-  assert done.returncode == 0, done.stderr
-  found = dict(map(json.loads, done.stdout.splitlines()))
+  found = dict(run(str(path)))
   steps = [np.array(-1.5)] * 3
   formulas = {"bare": lambda start, steps: (start + sum(steps), {}),
               "ema": ema(0.5), "swa": swa, "lookahead": lookahead}

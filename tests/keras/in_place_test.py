@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
+from arrays import assert_same_bits
+from fit_callbacks import at_epoch_end
 import keras_versions
-import numerics
-from training import graph_of, session_of
+from training import graph_of, session_of, stepping
 import replicas  # pylint: disable=unused-import
 import wrapopt.keras
 from wrapopt import ops
@@ -67,25 +69,15 @@ def variables_of(name):
 
 
 def values(opt, variables):
-  return [*[v.numpy() for v in variables], opt.iterations.numpy(),
-          *[v.numpy() for v in opt.variables]]
-
-
-def assert_same(after, before):
-  for a, b in zip(after, before, strict=True):
-    numerics.assert_same_bits(a, b)
+  return arrays.values([*variables, opt.iterations, *opt.variables])
 
 
 @pytest.mark.parametrize("name", keras_versions.cases(OPTIMIZERS))
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_compiled_step(name, jit):
   opt, variables = OPTIMIZERS[name](), variables_of(name)
-  opt.build(variables)
-
-  @tf.function(jit_compile=jit)
-  def train():
-    opt.apply([tf.ones(v.shape, v.dtype) for v in variables], variables)
-
+  step = stepping(opt, variables, "jit" if jit else "function")
+  train = lambda: step(*[tf.ones(v.shape, v.dtype) for v in variables])
   for _ in range(2):
     train()
     # The second of two accumulated gradients takes the step.
@@ -98,8 +90,8 @@ def test_a_compiled_step(name, jit):
       in_place = [v.numpy() for v in variables]
       with raises_refused():
         train()
-      assert_same([v.numpy() for v in variables], in_place)
-    assert_same(values(opt, variables), before)
+      assert_same_bits([v.numpy() for v in variables], in_place)
+    assert_same_bits(values(opt, variables), before)
     if name == "accumulates":
       train()
   train()
@@ -118,7 +110,7 @@ def test_fit():
     with raises_refused():
       model.train_on_batch(x, x[:, :1])
     model.evaluate(x, x[:, :1], verbose=0)
-  assert_same(values(opt, model.trainable_variables), before)
+  assert_same_bits(values(opt, model.trainable_variables), before)
   model.train_on_batch(x, x[:, :1])
 
 
@@ -129,10 +121,8 @@ def test_replicas(name):
     opt, v = OPTIMIZERS[name](), keras.Variable([1.0])
     opt.build([v])
 
-  @tf.function
-  def train():
-    strategy.run(lambda: opt.apply([tf.constant([1.0])], [v]))
-
+  train = tf.function(lambda: strategy.run(
+      lambda: opt.apply([tf.constant([1.0])], [v])))
   train()
   before, average = v.numpy(), opt.average(v)
   with opt.averaged_weights():
@@ -143,8 +133,8 @@ def test_replicas(name):
                  lambda: strategy.run(lambda: average + 0)):
       with raises_in_place():
         call()
-    assert_same([v.numpy()], [in_place])
-  assert_same([v.numpy()], [before])
+    assert_same_bits([v.numpy()], [in_place])
+  assert_same_bits([v.numpy()], [before])
   train()
   strategy.run(lambda: average + 0)
 
@@ -193,10 +183,10 @@ def test_files_of_averages(tmp_path):
       tf.train.Checkpoint(model=opt.averaged_model(m)).write(
           str(tmp_path / "copy"))
       loaded.load_weights(tmp_path / "c.weights.h5")
-      assert_same([v.numpy() for v in loaded.weights], want)
+      assert_same_bits([v.numpy() for v in loaded.weights], want)
     tf.train.Checkpoint(model=loaded).read(
         str(tmp_path / ("copy" if m is model else "c")))
-    assert_same([v.numpy() for v in loaded.weights], want)
+    assert_same_bits([v.numpy() for v in loaded.weights], want)
 
 
 def raises_in_place():
@@ -292,13 +282,13 @@ def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
     assert f"dtype={average.dtype}" in repr(average)
     assert average.shape == (2, 1)
     if others:
-      assert_same([opt.average(v, 0.75).numpy()], others)
+      assert_same_bits([opt.average(v, 0.75).numpy()], others)
   assert not os.path.exists(files[0] + ".index")
-  assert_same(values(opt, [v]), before)
+  assert_same_bits(values(opt, [v]), before)
   for read in READS.values():
     read(average)
   tf.train.Checkpoint(a=average).read(files[1]).assert_consumed()
-  assert_same([copy.deepcopy(average).numpy()], [average.numpy()])
+  assert_same_bits([copy.deepcopy(average).numpy()], [average.numpy()])
 
 
 def test_callbacks_and_files_inside(tmp_path):
@@ -334,17 +324,17 @@ def test_callbacks_and_files_inside(tmp_path):
         call()
     run(keras.callbacks.ModelCheckpoint(str(tmp_path / "yes.keras")))
     tf.saved_model.save(model, str(tmp_path / "saved"))
-  assert_same(values(opt, model.weights), before)
+  assert_same_bits(values(opt, model.weights), before)
   assert not os.path.exists(tmp_path / "no.keras")
   loaded = keras.models.load_model(tmp_path / "yes.keras")
-  assert_same([v.numpy() for v in loaded.weights], want)
+  assert_same_bits([v.numpy() for v in loaded.weights], want)
   saved = tf.train.load_checkpoint(str(tmp_path / "saved/variables/variables"))
   [kernel] = [name for name, shape in saved.get_variable_to_shape_map().items()
               if shape == [2, 1]]  # And no average of it.
-  assert_same([saved.get_tensor(kernel)], want[:1])
+  assert_same_bits([saved.get_tensor(kernel)], want[:1])
 
 
-def test_an_average_that_is_assigned(tmp_path):
+def test_an_average_that_is_assigned():
   v = keras.Variable([1.0])
   opt = wk.MovingAverage(K.SGD(1.0), 0.5)
   opt.apply([tf.constant([1.0])], [v])
@@ -404,12 +394,12 @@ def test_what_else_changes_the_variables(name, dtype):
         with opt.averaged_weights():
           step()
           step()
-      assert_same(read(), before)
+      assert_same_bits(read(), before)
   before = read()
   with opt.averaged_weights():  # A probe of its own, and what changes nothing.
     other.apply([g, None], [head, v])
     v.assign(v + 0)
-  assert_same(read(), before)
+  assert_same_bits(read(), before)
   opt.apply_gradients([(g, own)])
 
 
@@ -420,8 +410,7 @@ def test_a_probe_in_a_callback():
   x = np.ones([4, 2], np.float32)
   probe = keras.Sequential([model.layers[0], keras.layers.Dense(1)])
   probe.compile("sgd", "mse")
-  callback = keras.callbacks.LambdaCallback(
-      on_epoch_end=lambda epoch, logs: probe.fit(x, x[:, :1], verbose=0))
+  callback = at_epoch_end(lambda logs: probe.fit(x, x[:, :1], verbose=0))
   with pytest.raises(RuntimeError, match="as by a step of another optimizer"):
     model.fit(x, x[:, :1], verbose=0, callbacks=[
         wk.EvaluateWithAverages([callback])])
@@ -449,8 +438,8 @@ def test_two_optimizers(first):
       with pytest.raises(RuntimeError, match="must not be called"):
         with opt.averaged_weights():
           pytest.fail("entered")
-    assert_same([v.numpy()], [in_place])
-  assert_same(values(outer, [v]), before)
+    assert_same_bits([v.numpy()], [in_place])
+  assert_same_bits(values(outer, [v]), before)
   with opts[1].averaged_weights():
     pass
   with other.averaged_weights():
@@ -518,9 +507,8 @@ def test_a_session(name, kind, dtype, gated, tmp_path):
     saver = tf1.train.Saver()
     with session_of() as session:
       session.run(train)
-      state = tf1.global_variables()
-      state = [v for v in state if dtype == tf.float32 or
-               not v.name.startswith("stale")]
+      state = [v for v in tf1.global_variables()
+               if not v.name.startswith("stale")]
       before = session.run([*state, averaging.average(w)])
       for decay in averaging._averages.decays:
         with averaging.averaged_weights(session, decay):
@@ -529,11 +517,8 @@ def test_a_session(name, kind, dtype, gated, tmp_path):
             session.run(train)
           with pytest.raises(NO_VALUE):
             saver.save(session, str(tmp_path / "model"))
-          assert_same([session.run(w)], [in_place])
-        after = session.run([*state, averaging.average(w)])
-        counts = [v.name.startswith("stale") for v in state] + [False]
-        assert_same([a for a, is_count in zip(after, counts) if not is_count],
-                    [b for b, is_count in zip(before, counts) if not is_count])
+          assert_same_bits([session.run(w)], [in_place])
+        assert_same_bits(session.run([*state, averaging.average(w)]), before)
       session.run(train)
 
 
@@ -583,14 +568,14 @@ def test_nobody_reads_an_average_of_v1(name, is_dense, tmp_path):
       with pytest.raises(RuntimeError, match="inside averaged_weights: the a"):
         call()
     if others:
-      assert_same([np.array(opt.average(w, 0.75))], others)
+      assert_same_bits([np.array(opt.average(w, 0.75))], others)
     if name != "z":
       assert "ExponentialMovingAverage" in opt.average_name(w)
     tf.saved_model.save(module, str(tmp_path / "saved"))
-  assert_same(read(), before)
+  assert_same_bits(read(), before)
   assert not os.path.exists(tmp_path / "a.index")
   saved = tf.train.load_checkpoint(str(tmp_path / "saved/variables/variables"))
-  assert_same([saved.get_tensor("w/.ATTRIBUTES/VARIABLE_VALUE")], [want])
+  assert_same_bits([saved.get_tensor("w/.ATTRIBUTES/VARIABLE_VALUE")], [want])
 
 
 @pytest.mark.parametrize("kind", ["ref", "resource"])
@@ -616,7 +601,7 @@ def test_a_session_reads_no_average(name, kind, tmp_path):
             session.run(average)
         with pytest.raises(RuntimeError, match="inside averaged_weights: the"):
           saver.save(session, str(tmp_path / "model"))
-      assert_same(session.run([w, *averages]), before)
+      assert_same_bits(session.run([w, *averages]), before)
 
 
 @pytest.mark.parametrize("kind", ["ref", "resource"])

@@ -14,11 +14,12 @@ import pytest
 import tensorflow as tf
 
 import arrays
+from fit_callbacks import at_epoch_end
 import keras_versions
 import numerics
 import interpolated_model
 from replicas import mirrored
-from training import native_ops
+from training import in_mode, native_ops, stepping
 import wrapopt.keras as wk
 
 K = keras.optimizers
@@ -26,14 +27,6 @@ K = keras.optimizers
 MODES = ("eager", "function", "jit")
 MODE = pytest.mark.parametrize("mode", MODES)
 START = np.linspace(-2, 2, 12).reshape(4, 3)
-
-
-def stepping(opt, variables, mode):
-  """A function of gradients, which takes the optimizer's step."""
-  opt.build(variables)
-  step = lambda *grads: opt.apply(list(grads), variables)
-  return step if mode == "eager" else tf.function(
-      step, jit_compile=mode == "jit")
 
 
 def sgd(**more):
@@ -143,7 +136,7 @@ def test_one_op_and_no_copy_more(wrapper, inner, rule, copies):
   assert native_ops(step, *args) == {"Apply" + rule: 1, "CheckInitialized": 1}
   held = [v for v in opt.variables if v.shape == (5,)]
   assert len(held) == 3 * copies
-  jit = tf.function(lambda *g: opt.apply(list(g), variables), jit_compile=True)
+  jit = stepping(opt, variables, "jit")
   hlo = jit.experimental_get_compiler_ir(*args)("hlo")
   assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {"Wrapopt>Apply"}
 
@@ -222,11 +215,10 @@ def test_accumulated_and_skipped_steps(inner, mode, wrapper):
   step, stock = stepping(opt, [v], mode), wrapper(inner())
   for grads in ((1.0, 3.0), (np.inf,), (2.0, np.nan, 4.0)):
     for grad in grads:
-      before = [x.numpy() for x in (v, *opt._variables)]
+      before = arrays.values((v, *opt._variables))
       step(tf.constant([grad, grad]) * opt.scale_loss(1.0))
       if not np.isfinite(grad) or grad == grads[0]:
-        for x, want in zip((v, *opt._variables), before):
-          numerics.assert_same_bits(x.numpy(), want)
+        arrays.assert_same_bits(arrays.values((v, *opt._variables)), before)
     if len(grads) > 1:
       stock.apply([tf.fill([2], (grads[0] + grads[-1]) / 2)], [w])
   arrays.assert_close(points(opt, v), points(stock, w), rtol=1e-6)
@@ -248,8 +240,7 @@ def test_numbers_that_overflow(rates, more):
       with np.errstate(all="raise"):
         step(tf.constant([1.0]))
     seen[mode] = [*points(opt, v), *[x.numpy() for x in opt._variables]]
-  for eager, function in zip(*seen.values(), strict=True):
-    np.testing.assert_allclose(eager, function, rtol=1e-6)
+  arrays.assert_close(*seen.values(), rtol=1e-6)
   assert np.isnan(seen["eager"][0]) or rates[0] < 0
 
 
@@ -308,9 +299,7 @@ def test_multi_optimizer(mode, around, wrapper):
 
   @functools.cache
   def stepping_on(some):
-    step = lambda: opt.apply(on_some(some), variables)
-    return step if mode == "eager" else tf.function(
-        step, jit_compile=mode == "jit")
+    return in_mode(lambda: opt.apply(on_some(some), variables), mode)
 
   def step(some):
     if some == END:
@@ -325,9 +314,9 @@ def test_multi_optimizer(mode, around, wrapper):
         x.apply([grads.pop(0) for _ in its], its)
       for w in its:
         found[w.path] = points(part, variables[len(found)])
-        for got, want in zip(found[w.path], points(x, w)):
-          # XLA may contract a multiplication and an addition.
-          np.testing.assert_allclose(got, want, 1e-5 * (mode == "jit"))
+        # XLA may contract a multiplication and an addition.
+        arrays.assert_close(found[w.path], points(x, w),
+                            1e-5 * (mode == "jit"))
     return found
 
   stepping_on_some(step)
@@ -388,8 +377,7 @@ def test_mirrored(wrapper, make, function, tmp_path):
     for v, w in zip(variables, others):
       for local in locals_of(v):
         np.testing.assert_allclose(local, alone.average(w), *wide)
-  for v, want in zip(variables, raw):
-    arrays.assert_same_bits(locals_of(v), want)
+  arrays.assert_same_bits([locals_of(v) for v in variables], raw)
   # Checkpoints, of replicas and of one process, to both.
   saved = [points(alone, w) for w in others]
   paths = [tf.train.Checkpoint(opt=o, v=v).save(str(tmp_path / "c"))
@@ -402,8 +390,7 @@ def test_mirrored(wrapper, make, function, tmp_path):
     for o, v in ((opt, variables), (alone, others)):
       tf.train.Checkpoint(opt=o, v=v).restore(path)
     check()
-    for v, want in zip(variables, saved):
-      np.testing.assert_allclose(points(opt, v), want, *wide)
+    arrays.assert_close([points(opt, v) for v in variables], saved, *wide)
     step("ac")
     step("abc")
 
@@ -527,14 +514,10 @@ def fit(model, epochs=1, **more):
 def test_fit_evaluates_and_ships_x(wrapper):
   model = model_of(wrapper("adam"))
   seen = []
-
-  class See(keras.callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      seen.append([logs["val_loss"], *self.model.get_weights()])
-
+  see = at_epoch_end(
+      lambda logs: seen.append([logs["val_loss"], *model.get_weights()]))
   fit(model, 3, validation_data=data(),
-      callbacks=[wk.EvaluateWithAverages([See()])])
+      callbacks=[wk.EvaluateWithAverages([see])])
   opt = model.optimizer
   x = [opt.average(v).numpy() for v in model.trainable_variables]
   arrays.assert_same(model.get_weights(), x)
@@ -643,13 +626,13 @@ def test_a_file_of_averages_in_place(holds, wrapper, tmp_path):
 
 def test_files_without_its_state(tmp_path):
   """Those of the plain optimizer: all points start at the weights."""
-  path = str(tmp_path / "model.keras")
+  path = str(tmp_path / "model.weights.h5")
   plain = model_of("adam")
   fit(plain)
-  plain.save_weights(path.replace(".keras", ".weights.h5"))
+  plain.save_weights(path)
   model = model_of(wk.ScheduleFree("adam"))
   model.optimizer.build(model.trainable_variables)
-  model.load_weights(path.replace(".keras", ".weights.h5"), skip_mismatch=True)
+  model.load_weights(path, skip_mismatch=True)
   for v, w in zip(model.trainable_variables, plain.trainable_variables):
     np.testing.assert_array_equal(points(model.optimizer, v), [w.numpy()] * 3)
 

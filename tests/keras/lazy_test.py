@@ -10,14 +10,11 @@ import pytest
 import tensorflow as tf
 
 import replicas  # pylint: disable=unused-import
+from training import in_mode
 import wrapopt.keras as wk
 
 K = keras.optimizers
 ROWS, COLUMNS = 6, 2
-
-STEPS = {"eager": lambda f: f,
-         "function": lambda f: tf.function(f, autograph=False),
-         "jit": lambda f: tf.function(f, autograph=False, jit_compile=True)}
 
 
 def table():
@@ -38,7 +35,7 @@ def train(opt, w, steps, mode="eager"):
     opt.apply([tf.IndexedSlices(values, indices, tf.constant(
         [ROWS, COLUMNS]))], [w])
 
-  step, history = STEPS[mode](step), []
+  step, history = in_mode(step, mode), []
   for t in steps:
     step(*gradient(t))
     history.append(w.numpy().astype(np.float64))
@@ -65,7 +62,7 @@ WRAP = {"average": wk.MovingAverage, "swa": wk.SWA,
         "lookahead": lambda *args, **kwargs: wk.Lookahead(*args, 100, **kwargs)}
 
 
-@pytest.mark.parametrize("mode", STEPS)
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 @pytest.mark.parametrize("name", SQUARES)
 def test_a_row_that_is_named_twice_trains_as_in_the_inner_optimizer(name, mode):
   """Keras squares each gradient of a row, and then sums."""

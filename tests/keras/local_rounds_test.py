@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_close, assert_same
+from fit_callbacks import at_epoch_end
 import replicas  # pylint: disable=unused-import
 import wrapopt
 import wrapopt.keras
@@ -17,11 +19,24 @@ X = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 
 
+@pytest.fixture
+def server():
+  return server_module.start()
+
+
 def compiled(optimizer, **kwargs):
   keras.utils.set_random_seed(1)
   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4),
                             keras.layers.Dense(1)])
   model.compile(optimizer, "mse", **kwargs)
+  return model
+
+
+def subtracting(optimizer):
+  """A model from whose weights each step of SGD(1) subtracts 1."""
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
+      1, use_bias=False, kernel_initializer="zeros")])
+  model.compile(optimizer, lambda y, p: tf.reduce_sum(p, axis=-1))
   return model
 
 
@@ -41,19 +56,16 @@ def local_of(cls, sync_every, server, **kwargs):
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2, 4])
-def test_one_worker_of_local_sgd_trains_as_alone(steps_per_execution):
+def test_one_worker_of_local_sgd_trains_as_alone(steps_per_execution, server):
   # 6 batches in an epoch: with 4 steps, an execution has the last 2 alone.
-  server = server_module.start()
   kwargs = {"steps_per_execution": steps_per_execution}
   want, _ = fitted("adam", **kwargs)
   got, local = fitted("adam", local_of(wrapopt.LocalSGD, 4, server), **kwargs)
-  assert local.round == 12 // 4 if steps_per_execution < 4 else 2
-  for a, b in zip(got, want):
-    np.testing.assert_array_equal(a, b)
+  assert local.round == (3 if steps_per_execution < 4 else 2)
+  assert_same(got, want)
 
 
-def test_the_outer_step_and_examples():
-  server = server_module.start()
+def test_the_outer_step_and_examples(server):
   sgd = lambda: keras.optimizers.SGD(0.01)
   got, local = fitted(sgd(), local_of(
       wrapopt.DiLoCo, 6, server, weight="examples"), epochs=1)
@@ -79,24 +91,20 @@ def test_fragments_and_overlap_as_in_a_loop(steps_per_execution, sync_every):
     local.step()
   local.leave()  # Ends the last exchange, as `fit` does.
   assert fit.round == local.round == 12 * 2 // sync_every
-  for a, b in zip(got, model.get_weights()):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  assert_close(got, model.get_weights(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_average_is_that_of_the_weights_of_the_worker():
-  server = server_module.start()
+def test_an_average_is_that_of_the_weights_of_the_worker(server):
   averaged = lambda: wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.01),
                                                  0.5)
   # The mean of one worker changes nothing, and `fit` ends with the averages.
   want, _ = fitted(averaged())
   got, local = fitted(averaged(), local_of(wrapopt.LocalSGD, 3, server))
   assert local.round == 4
-  for a, b in zip(got, want):
-    np.testing.assert_array_equal(a, b)
+  assert_same(got, want)
 
 
-def test_what_is_refused():
-  server = server_module.start()
+def test_what_is_refused(server):
   of = local_of(wrapopt.LocalSGD, 3, server, resume=True)
   with pytest.raises(ValueError, match=(
       r"`steps_per_execution` of compile\(\) must divide")):
@@ -118,16 +126,12 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("change", ["average", "weights", "restore"])
 def test_values_that_others_have_assigned_are_not_sent(
-    change, tmp_path, caplog):
+    change, tmp_path, caplog, server):
   """The next `fit` takes the center."""
-  server = server_module.start()
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
-      1, use_bias=False, kernel_initializer="zeros")])
   optimizer = keras.optimizers.SGD(1.0)
   if change == "average":  # `fit` ends with it.
     optimizer = wrapopt.keras.MovingAverage(optimizer, 0.5)
-  # Each step subtracts 1.
-  model.compile(optimizer, lambda y, p: tf.reduce_sum(p, axis=-1))
+  model = subtracting(optimizer)
   backup = keras.callbacks.BackupAndRestore(
       str(tmp_path), delete_checkpoint=False)
   rounds = wrapopt.keras.LocalRounds(local_of(
@@ -154,33 +158,25 @@ def test_values_that_others_have_assigned_are_not_sent(
   np.testing.assert_array_equal(model.get_weights()[0], np.full([3, 1], want))
 
 
-def test_a_fit_goes_on_where_another_ended(caplog):
-  server = server_module.start()
+def test_a_fit_goes_on_where_another_ended(caplog, server):
   want, _ = fitted("adam", epochs=2)
-  keras.utils.set_random_seed(1)
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4),
-                            keras.layers.Dense(1)])
-  model.compile("adam", "mse")
+  model = compiled("adam")
   rounds = wrapopt.keras.LocalRounds(local_of(
       wrapopt.LocalSGD, 4, server)(model.trainable_variables))
   for _ in range(2):  # Six steps each.
     model.fit(X, Y, 8, 1, verbose=0, shuffle=False, callbacks=[rounds])
   assert rounds._local.round == 3 and "take the center" not in caplog.text
-  for a, b in zip(model.get_weights(), want):
-    np.testing.assert_array_equal(a, b)
+  assert_same(model.get_weights(), want)
 
 
-def test_fit_ends_with_the_center_on_request(caplog):
+def test_fit_ends_with_the_center_on_request(caplog, server):
   """Also if the optimizer ends it with averages."""
-  server = server_module.start()
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
-      1, use_bias=False, kernel_initializer="zeros")])
-  optimizer = wrapopt.keras.MovingAverage(keras.optimizers.SGD(1.0), 0.5)
-  model.compile(optimizer, lambda y, p: tf.reduce_sum(p, axis=-1))
+  model = subtracting(
+      wrapopt.keras.MovingAverage(keras.optimizers.SGD(1.0), 0.5))
   rounds = wrapopt.keras.LocalRounds(
       local_of(wrapopt.LocalSGD, 2, server)(model.trainable_variables),
       end_with_center=True)
-  # Each step subtracts 1; the third one is after the last round.
+  # The third step is after the last round.
   for center in -2, -4:
     model.fit(np.ones([3, 3]), np.ones(3), 1, verbose=0, callbacks=[rounds])
     np.testing.assert_array_equal(model.get_weights()[0],
@@ -189,14 +185,9 @@ def test_fit_ends_with_the_center_on_request(caplog):
 
 
 @pytest.mark.parametrize("leave_at_end", [True, False])
-def test_others_go_on_when_fit_has_ended(leave_at_end, caplog):
+def test_others_go_on_when_fit_has_ended(leave_at_end, caplog, server):
   """One of two workers has less data than the other."""
-  server = server_module.start()
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
-      1, use_bias=False, kernel_initializer="zeros")])
-  # Each step subtracts 1.
-  model.compile(keras.optimizers.SGD(1.0),
-                lambda y, p: tf.reduce_sum(p, axis=-1))
+  model = subtracting(keras.optimizers.SGD(1.0))
   new = lambda variables, name: wrapopt.LocalSGD(
       variables, [server.target], name, 2, 1, round_timeout_secs=5)
   rounds = wrapopt.keras.LocalRounds(new(model.trainable_variables, "a"),
@@ -236,10 +227,8 @@ def test_others_go_on_when_fit_has_ended(leave_at_end, caplog):
   np.testing.assert_array_equal(model.get_weights()[0], np.full([3, 1], -8.0))
 
 
-def test_a_backup_of_a_fit_without_epochs(tmp_path):
-  server = server_module.start()
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-  model.compile("sgd", "mse")
+def test_a_backup_of_a_fit_without_epochs(tmp_path, server):
+  model = compiled("sgd")
   rounds = wrapopt.keras.LocalRounds(
       local_of(wrapopt.LocalSGD, 2, server)(model.trainable_variables),
       backup_dir=str(tmp_path))
@@ -248,32 +237,26 @@ def test_a_backup_of_a_fit_without_epochs(tmp_path):
   assert not any(tmp_path.iterdir())
 
 
-def test_logs_of_epochs():
+def test_logs_of_epochs(server):
   """A later callback sees the scalars, such as the default TensorBoard."""
-  server = server_module.start()
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-  model.compile("sgd", "mse")
+  model = compiled("sgd")
   rounds = wrapopt.keras.LocalRounds(
       local_of(wrapopt.LocalSGD, 7, server)(model.trainable_variables))
   seen = []
-  later = keras.callbacks.LambdaCallback(
-      on_epoch_end=lambda _, logs: seen.append(
-          [logs.get(f"rounds/{key}") for key in ("workers", "bytes_sent")]))
+  later = at_epoch_end(lambda logs: seen.append(
+      [logs.get(f"rounds/{key}") for key in ("workers", "bytes_sent")]))
   # An epoch has six steps, so the first one ends before a round does.
   history = model.fit(X, Y, 8, 3, verbose=0, callbacks=[rounds, later])
-  assert seen == [[None, None], [1, 16], [1, 16]]
+  assert seen == [[None, None], [1, 84], [1, 84]]
   assert len(history.history["rounds/seconds"]) == 2
 
 
-def test_averages_in_place_are_not_sent():
-  server = server_module.start()
+def test_averages_in_place_are_not_sent(server):
   w = tf.Variable([1.0, 2.0])
   opt = wrapopt.MovingAverageOptimizer(
       tf.compat.v1.train.GradientDescentOptimizer(0.5), 0.5)
-  local = wrapopt.LocalSGD([w], [server.target], "a", 1, 1,
-                           round_timeout_secs=20)
-  step = tf.function(local.step)
-  for call in local.step, step:
+  local = local_of(wrapopt.LocalSGD, 1, server)([w])
+  for call in local.step, tf.function(local.step):
     opt.apply_gradients([(tf.ones(2), w)])
     with opt.averaged_weights():
       with pytest.raises(Exception, match="an average is in place of"):
@@ -285,11 +268,9 @@ def test_averages_in_place_are_not_sent():
 
 @pytest.mark.parametrize("make", [wrapopt.ScheduleFreeOptimizer,
                                   wrapopt.PrimalAverageOptimizer])
-def test_a_part_of_a_state_is_not_shared_outside_of_fit(make):
-  server = server_module.start()
+def test_a_part_of_a_state_is_not_shared_outside_of_fit(make, server):
   w = tf.Variable([1.0, 2.0])
-  local = wrapopt.LocalSGD([w], [server.target], "a", 1, 1,
-                           round_timeout_secs=20)
+  local = local_of(wrapopt.LocalSGD, 1, server)([w])
   opt = make(tf.compat.v1.train.GradientDescentOptimizer(0.5))
   opt.apply_gradients([(tf.ones(2), w)])
   for call in local.step, tf.function(local.step):
@@ -302,12 +283,11 @@ def test_a_part_of_a_state_is_not_shared_outside_of_fit(make):
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_mirrored_model(traced):
-  server = server_module.start()
+def test_a_mirrored_model(traced, server):
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   with strategy.scope():
     w = tf.Variable([1.0, 2.0])
-  local = wrapopt.DiLoCo([w], [server.target], "a", 1, 2, round_timeout_secs=20)
+  local = local_of(wrapopt.DiLoCo, 2, server)([w])
 
   def train():
     w.assign_sub([1.0, 1.0])

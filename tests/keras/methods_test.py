@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same
 import keras_versions
+from training import in_mode
 import wrapopt.keras as wk
 from wrapopt.keras._steps import _methods
 
@@ -60,14 +62,11 @@ def set_method(opt, name):
   return calls
 
 
-def train(opt, steps=2, by="apply_gradients"):
+def train(opt):
   v, w = keras.Variable([3.0, 1.0]), keras.Variable([2.0])
-  for i in range(steps):
+  for i in range(2):
     grads = [tf.constant([1.0, float(i)]), tf.constant([2.0])]
-    if by == "apply":
-      opt.apply(grads, [v, w])
-    else:
-      opt.apply_gradients(zip(grads, [v, w]))
+    opt.apply_gradients(zip(grads, [v, w]))
   return np.concatenate([v.numpy(), w.numpy()])
 
 
@@ -166,10 +165,8 @@ def test_set_after_some_steps(wrapper, mode):
     if mode == "fit":
       model.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, verbose=0)
       return
-    step = lambda: opt.apply([tf.ones_like(v) for v in model.weights],
-                             model.trainable_variables)
-    (step if mode == "eager" else
-     tf.function(step, jit_compile=mode == "jit"))()
+    in_mode(lambda: opt.apply([tf.ones_like(v) for v in model.weights],
+                              model.trainable_variables), mode)()
 
   take()
   set_method(inner, "update_step")
@@ -177,8 +174,7 @@ def test_set_after_some_steps(wrapper, mode):
   model.make_train_function(force=True)
   with pytest.raises(NotImplementedError, match="got update_step of SGD"):
     take()
-  for x, y in zip(before, model.get_weights()):
-    np.testing.assert_array_equal(x, y)
+  assert_same(before, model.get_weights())
   del inner.update_step
   take()
 

@@ -106,24 +106,19 @@ def moving(inner):
   return wrapopt.MovingAverageOptimizer(inner, 0.9)
 
 
-def v1_step(wrap):
+def v1_step():
   step = tf.Variable(0, dtype=tf.int64, trainable=False)
   w = tf.Variable([1.0, 2.0])
-  opt = wrap(tf1.train.GradientDescentOptimizer(0.1), step)
+  opt = moving(tf1.train.GradientDescentOptimizer(0.1))
   pairs = opt.compute_gradients(lambda: tf.reduce_sum(w * w), [w])
   return lambda: opt.apply_gradients(pairs, step)
 
 
 def gated_step():
-  def make(opt, step):
-    nonlocal gate
-    gate = wrapopt.DropStaleGradientOptimizer(moving(opt), 5, global_step=step)
-    return gate
-
-  gate = None
   step = tf.Variable(0, dtype=tf.int64, trainable=False)
   w = tf.Variable([1.0, 2.0])
-  make(tf1.train.GradientDescentOptimizer(0.1), step)
+  gate = wrapopt.DropStaleGradientOptimizer(
+      moving(tf1.train.GradientDescentOptimizer(0.1)), 5, global_step=step)
 
   def take():
     # A record serves one step.
@@ -162,8 +157,7 @@ FOLLOWER = {"_averages_of", "_note_update", "_take", "inner_optimizer"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
-    (lambda: v1_step(lambda opt, step: moving(opt)), 7, STEP),
-    (gated_step, 8, STEP), (keras_step, 6, FOLLOWER),
+    (v1_step, 7, STEP), (gated_step, 8, STEP), (keras_step, 6, FOLLOWER),
     # `where` calls the function that it gets.
     (keras_gated_step, 8, FOLLOWER | {"_admit", "_checks", "take"})],
                          ids=["v1", "gated", "keras", "keras_gated"])

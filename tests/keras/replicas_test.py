@@ -64,16 +64,12 @@ def new_variables(make):
           for i, (name, shape) in enumerate(SHAPES.items())]
 
 
-def joined(sparse, other):
-  return tf.IndexedSlices(
-      tf.concat([sparse.values, other.values], 0),
-      tf.concat([sparse.indices, other.indices], 0), sparse.dense_shape)
-
-
 def summed(seed):
   first, second = gradients(seed, 0), gradients(seed, 1)
-  return [*(a + b for a, b in zip(first[:-1], second)),
-          joined(first[-1], second[-1])]
+  a, b = first.pop(), second.pop()
+  return [*map(tf.add, first, second), tf.IndexedSlices(
+      tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0),
+      a.dense_shape)]
 
 
 def state_of(opt):

@@ -5,8 +5,6 @@ import contextlib
 import copy
 import functools
 import os
-import subprocess
-import sys
 import warnings
 
 import h5py
@@ -15,8 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
+from arrays import assert_same, values
 import keras_versions
-from processes import run_python
+from model_files import load_by, save_by
+from processes import printed_by
 import wrapopt.keras
 from wrapopt.keras import Lookahead
 from wrapopt.keras import MovingAverage
@@ -40,15 +41,19 @@ def data():
   return x, x.sum(1, keepdims=True)
 
 
-def make(optimizer=None, dtype=None, **kwargs):
+def make(optimizer=None, dtype=None, built=True):
   # Names that Keras makes differ from one model to the next.
   model = keras.Sequential([
       keras.Input((3,)), keras.layers.Dense(4, "tanh", dtype=dtype),
       keras.layers.Dense(4, dtype=dtype), keras.layers.Dense(1, dtype=dtype)])
   if optimizer is not None:
-    model.compile(optimizer, loss="mse", jit_compile=False, **kwargs)
-    model.optimizer.build(model.trainable_variables)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    if built:
+      model.optimizer.build(model.trainable_variables)
   return model
+
+
+not_built = functools.partial(make, built=False)
 
 
 def train(model, steps=3):
@@ -57,19 +62,8 @@ def train(model, steps=3):
   return model
 
 
-def values(variables):
-  return [v.numpy() for v in variables]
-
-
-def assert_same(got, want):
-  for g, w in zip(got, want, strict=True):
-    np.testing.assert_array_equal(g, w)
-
-
-def assert_close(got, want):
-  for g, w in zip(got, want, strict=True):
-    # Steps are of 1e-3.
-    np.testing.assert_allclose(g, w, rtol=0, atol=1e-6)
+# Steps are of 1e-3.
+assert_close = functools.partial(arrays.assert_close, rtol=0, atol=1e-6)
 
 
 def averages(model, optimizer=None, **kwargs):
@@ -78,31 +72,11 @@ def averages(model, optimizer=None, **kwargs):
           for v in model.trainable_variables]
 
 
-def save_by(way, path, model):
-  if way == "weights":
-    model.save_weights(path)
-  else:
-    tf.train.Checkpoint(model=model).write(path)
-
-
-def load_by(way, path, model):
-  if way == "weights":
-    model.load_weights(path)
-  else:
-    tf.train.Checkpoint(model=model).read(path)
-
-
 def everything(model):
   """All that a step changes or reads."""
-  found = [model, model.optimizer]
-  while found[-1]:
-    opt = found[-1]
-    found.append(getattr(opt, "inner_optimizer", None))
-  state = values(model.weights) + values(found[-2].variables)
-  for opt in found[1:-1]:
-    if hasattr(opt, "_store"):
-      state += values(s for s, _ in opt._store.state.pairs())
-  return state
+  opts = [model.optimizer, *_views.within(model.optimizer)]
+  return values([*model.weights, *(v for opt in opts for v in opt.variables),
+                 *state(model.optimizer)])
 
 
 KINDS = {
@@ -303,6 +277,7 @@ def test_saving_inside_averaged_weights(tmp_path):
 
 PLAIN = """
 import sys
+sys.modules["wrapopt"] = None
 import keras, numpy as np, tensorflow as tf
 weights, exported, x, wants = sys.argv[1:]
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"),
@@ -311,9 +286,7 @@ model.load_weights(weights)
 x, want = np.load(x), np.load(wants)
 np.testing.assert_allclose(model(x), want, rtol=1e-5)
 loaded = tf.saved_model.load(exported)
-np.testing.assert_allclose(loaded.serve(x), want,
-                           rtol=1e-5)
-assert "wrapopt" not in sys.modules
+np.testing.assert_allclose(loaded.serve(x), want, rtol=1e-5)
 """
 
 
@@ -330,9 +303,7 @@ def test_plain_keras_loads_exported_averages(tmp_path):
   assert np.abs(want - raw).max() > 1e-4
   np.save(paths[2], x)
   np.save(paths[3], want)
-  subprocess.run([sys.executable, "-P", "-c", PLAIN, *paths], check=True,
-                 env={**os.environ, "PYTHONPATH": os.pathsep.join(
-                     p for p in sys.path if "wrapopt" not in p)})
+  printed_by("-c", PLAIN, *paths)
 
 
 def test_copies():
@@ -360,17 +331,14 @@ def without_owners(path):
 
 @pytest.mark.parametrize("way", ["model", "weights", "checkpoint"])
 def test_files_of_averages_that_have_not_begun(way, tmp_path):
-  path = str(tmp_path / "model.keras")
+  path = str(tmp_path / ("m.keras" if way == "model" else "m.weights.h5"))
   model = make(MovingAverage("sgd", 0.5))
   if way == "model":
     model.save(path)
     model = keras.models.load_model(path)
-  elif way == "weights":
-    model.save_weights(path + ".weights.h5")
-    model.load_weights(path + ".weights.h5")
   else:
-    tf.train.Checkpoint(model=model).write(path)
-    tf.train.Checkpoint(model=model).read(path)
+    save_by(way, path, model)
+    load_by(way, path, model)
   before = [v + 100 for v in values(model.weights)]
   model.set_weights(before)
   assert_same(averages(model), before)
@@ -504,12 +472,6 @@ UNBUILT = {
 }
 
 
-def not_built(optimizer):
-  model = make()
-  model.compile(optimizer, loss="mse", jit_compile=False)
-  return model
-
-
 def load_before_build(model, path):
   with warnings.catch_warnings():
     # Keras does not load the state of its own optimizer.
@@ -636,7 +598,7 @@ def test_files_and_checkpoints_in_turn(built, tmp_path):
       path + "2")
   found = {}
   for order in [(path, checkpoint), (checkpoint, path), (lacks, path)]:
-    other = (make if built else not_built)(MovingAverage("sgd", 0.5))
+    other = make(MovingAverage("sgd", 0.5), built=built)
     for name in order:
       if name == path:
         load_before_build(other, path)
@@ -744,11 +706,6 @@ def seeded(model):
       values(model.trainable_variables), rows(model))]
 
 
-def assert_rows(got, want):
-  for g, w in zip(got, want, strict=True):
-    assert_same(g, w)
-
-
 # Each kind and each way, and two kinds in each way.
 KINDS_AND_WAYS = [(kind, way) for kind in OWNERS for way in WAYS if
                   way == "weights" or kind in ("average", "primal_average")]
@@ -772,7 +729,7 @@ def test_averages_of_one_tower_are_not_the_others(named, way, kind, tmp_path):
   of, to = fitted(program(0)), program(1)
   told = moved(of, to, way, tmp_path)
   assert any("has no average named" in text for text in told)
-  assert_rows(rows(to), seeded(to))
+  assert_same(rows(to), seeded(to))
   # The next step is that of averages which begin.
   fitted(to)
   assert any(not np.array_equal(s, v) for s, v in zip(rows(to), seeded(to)))
@@ -788,7 +745,7 @@ def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
   of = fitted(make_model())
   want = rows(of)
   assert not moved(of, again := make_model(), way, tmp_path)
-  assert_rows(rows(again), want)
+  assert_same(rows(again), want)
   # Before the first step, all biases are 0.
   new = make_model()
   new.optimizer.build(new.trainable_variables)
@@ -796,7 +753,7 @@ def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
   # Its second layer has the path of the first one.
   keras.utils.clear_session(free_memory=False)
   assert not moved(of, again := make_model(), way, tmp_path)
-  assert_rows(rows(again), want)
+  assert_same(rows(again), want)
 
 
 # A checkpoint of Keras also has the list of trained variables of the optimizer,
@@ -809,7 +766,7 @@ def test_blocks_that_overlap_in_part(way, tmp_path):
   told = moved(of, to, way, tmp_path)
   assert any("of 'blocks/block_3/kernel' and 1 more, but of "
              "'blocks/block_1/kernel' and 1 more" in text for text in told)
-  assert_rows(rows(to), rows(of)[2:] + seeded(to)[2:])
+  assert_same(rows(to), rows(of)[2:] + seeded(to)[2:])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -817,7 +774,7 @@ def test_layers_of_other_names(way, tmp_path):
   of = fitted(stack([dense("a"), Scaled(name="c"), dense("b")], "one"))
   to = stack([dense("first"), Scaled(name="third"), dense("second")], "two")
   told = moved(of, to, way, tmp_path)
-  assert_rows(rows(to), rows(of))
+  assert_same(rows(to), rows(of))
   assert not told or way != "weights"
 
 
@@ -832,13 +789,13 @@ def test_a_new_head(built, tmp_path):
   new = values(to.layers[1].weights)
   to.load_weights(path)
   if built:
-    assert_rows(rows(to), rows(of))
+    assert_same(rows(to), rows(of))
     return
   to.layers[1].set_weights(new)
   with pytest.warns(UserWarning, match="of 'm/head/kernel'"):
     to.optimizer.build(to.trainable_variables)
     got = rows(to)
-  assert_rows(got[:2] + seeded(to)[2:], rows(of)[:2] + got[2:])
+  assert_same(got[:2] + seeded(to)[2:], rows(of)[:2] + got[2:])
 
 
 def test_frozen_layers_that_changed_since_a_backup(tmp_path):
@@ -868,7 +825,7 @@ def test_frozen_layers_that_changed_since_a_backup(tmp_path):
         on_epoch_begin=lambda epoch, logs: read.append(rows(to)))
     to.fit(x, x, epochs=4, verbose=0, callbacks=[
         keras.callbacks.BackupAndRestore(tmp_path / "backup"), callback])
-  assert_rows(read[0][2:], before[2:])
+  assert_same(read[0][2:], before[2:])
 
 
 WITH_FACTORS = {
@@ -1038,15 +995,6 @@ def all_state(model):
   return values(model.weights) + values(state(model.optimizer))
 
 
-def same_tree(got, want):
-  assert got.keys() == want.keys()
-  for key, value in want.items():
-    if isinstance(value, dict):
-      same_tree(got[key], value)
-    else:
-      np.testing.assert_array_equal(got[key], value)
-
-
 @pytest.mark.parametrize("kind", TREES)
 def test_state_trees_have_the_averages(kind):
   model = train_named(named(kind), 3)
@@ -1057,7 +1005,8 @@ def test_state_trees_have_the_averages(kind):
   other = named(kind)
   other.set_state_tree(tree)
   assert_same(all_state(other), want)
-  same_tree(other.get_state_tree(value_format="numpy_array"), tree)
+  tf.nest.map_structure(np.testing.assert_array_equal,
+                        other.get_state_tree(value_format="numpy_array"), tree)
   # A later state of the same program.
   later = train_named(named(kind), 5)
   later.set_state_tree(tree)
@@ -1103,7 +1052,7 @@ def test_a_state_tree_of_a_block_is_what_a_file_has(kind, tmp_path):
     model.save_weights(path)
     with pytest.raises(RuntimeError, match="must not be assigned inside aver"):
       model.set_state_tree(tree)
-    for v, x in zip(model.weights, before):
+    for v in model.weights:
       v.assign(v)
   assert_same(all_state(model), before)
   of_tree, of_file = named(kind), named(kind)
@@ -1185,8 +1134,7 @@ def test_exported_models_run_where_wrapopt_is_not_installed(tmp_path):
     model.export(folder, verbose=False)
     expected.append(model(np.ones((1, 3))).numpy().tolist())
     assert b"Wrapopt" not in (folder / "saved_model.pb").read_bytes()
-  process = run_python("-c", SERVE, *(str(tmp_path / name)
+  printed = printed_by("-c", SERVE, *(str(tmp_path / name)
                                       for name in wrappers))
-  assert process.returncode == 0, process.stderr
-  printed = [ast.literal_eval(line) for line in process.stdout.splitlines()]
+  printed = [ast.literal_eval(line) for line in printed.splitlines()]
   np.testing.assert_allclose(printed, expected, rtol=1e-6)

@@ -9,10 +9,12 @@ import warnings
 import h5py
 import keras
 import numpy as np
+from numpy.testing import assert_equal
 import pytest
 import tensorflow as tf
 
 import keras_versions
+from training import stepping
 import wrapopt.keras as wk
 
 K = keras.optimizers
@@ -30,6 +32,10 @@ def _seed():
 @keras.saving.register_keras_serializable("some_variables_test")
 def of_kernels(variable):
   return variable.path.endswith("kernel")
+
+
+CHOSEN = {"whole": None, "kernels": of_kernels,
+          "biases": lambda v: v.path.endswith("bias")}
 
 
 def trained(make):
@@ -181,12 +187,6 @@ def test_evaluations_use_the_others_as_they_are(wrapper, tmp_path):
   assert_equal(by_name(model), averaged)
 
 
-def assert_equal(got, want):
-  assert got.keys() == want.keys()
-  for name, value in want.items():
-    np.testing.assert_array_equal(got[name], value, err_msg=name)
-
-
 def test_statistics_of_batch_normalizations_are_averaged_in_any_case():
   model = model_of(average_batch_norm=True)
   model.optimizer.set_model(model)
@@ -254,8 +254,7 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
       *(f"average_0.75.{i}" for i in range(6)), "average_0.75.variables",
       "averages_of_wrappers"]
   kernels, biases = (
-      model_of(variables=lambda v, end=end: v.path.endswith(end))
-      for end in ("kernel", "bias"))
+      model_of(variables=CHOSEN[name]) for name in ("kernels", "biases"))
   for model in kernels, biases:
     fit(model)
   kernels.save_weights(tmp_path / "kernels.weights.h5")
@@ -270,9 +269,7 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     kernels.load_weights(tmp_path / "whole.weights.h5")
-  other = model_of()
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
+    other = model_of()
     other.load_weights(tmp_path / "kernels.weights.h5")
   kernels = model_of()
   fit(kernels)
@@ -283,9 +280,7 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
 
 def test_checkpoints(tmp_path):
   """An average is that of its variable, or starts at it."""
-  models = {name: model_of(variables=of) for name, of in (
-      ("whole", None), ("kernels", of_kernels),
-      ("biases", lambda v: v.path.endswith("bias")))}
+  models = {name: model_of(variables=of) for name, of in CHOSEN.items()}
   for model in models.values():
     fit(model)
     model.train_on_batch(*data())  # Averages are not the weights.
@@ -293,8 +288,7 @@ def test_checkpoints(tmp_path):
       str(tmp_path / name)) for name, m in models.items()}
   for to, of in (("kernels", "whole"), ("whole", "kernels"),
                  ("biases", "kernels"), ("kernels", "kernels")):
-    model = model_of(variables={"whole": None, "kernels": of_kernels}.get(
-        to, lambda v: v.path.endswith("bias")))
+    model = model_of(variables=CHOSEN[to])
     with warnings.catch_warnings(record=True):
       warnings.simplefilter("always")
       tf.train.Checkpoint(model=model, opt=model.optimizer).read(paths[of])
@@ -318,9 +312,8 @@ def test_the_others_take_an_op_of_their_own_without_averages():
     variables = [keras.Variable(np.ones(2, np.float32), name=name)
                  for name in ("a_kernel", "b", "c_kernel")]
     opt = wk.MovingAverage(K.SGD(0.5), [0.5, 0.25], variables=chosen)
-    opt.build(variables)
-    step = tf.function(lambda: opt.apply([tf.ones(2)] * 3), autograph=False)
-    graph = step.get_concrete_function().graph
+    step = stepping(opt, variables, "function")
+    graph = step.get_concrete_function(*[tf.ones(2)] * 3).graph
     ops = [op for op in graph.get_operations() if op.type == "Wrapopt>Apply"]
     assert [[op.get_attr("N"), op.get_attr("NK")] for op in ops] == expected
 

@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import arrays
+from arrays import assert_close, assert_same
+from fit_callbacks import at_epoch_end
 import wrapopt.keras
 from wrapopt.keras import EvaluateWithAverages
 from wrapopt.keras import MovingAverage
@@ -22,13 +25,11 @@ class Gan(keras.Model):
 
   def __init__(self, normalizes=False):
     super().__init__()
-    norm = [keras.layers.BatchNormalization()] if normalizes else []
-    self.generator = keras.Sequential([
-        keras.Input((2,)), keras.layers.Dense(3), *norm, keras.layers.Dense(2)])
-    self.discriminator = keras.Sequential(
-        [keras.Input((2,)), keras.layers.Dense(3, "relu"),
-         *([keras.layers.BatchNormalization()] if normalizes else []),
-         keras.layers.Dense(1)])
+    self.generator, self.discriminator = (keras.Sequential([
+        keras.Input((2,)), keras.layers.Dense(3, activation),
+        *[keras.layers.BatchNormalization() for _ in range(normalizes)],
+        keras.layers.Dense(size)]) for activation, size in (
+            (None, 2), ("relu", 1)))
 
   def compile(self, d_optimizer, g_optimizer, **kwargs):
     super().compile(**kwargs)
@@ -62,12 +63,7 @@ def sgd():
 
 
 def values(part):
-  return [v.numpy() for v in part.weights]
-
-
-def assert_same(got, want):
-  for g, w in zip(got, want, strict=True):
-    np.testing.assert_array_equal(g, w)
+  return arrays.values(part.weights)
 
 
 class Watch(keras.callbacks.Callback):
@@ -106,23 +102,17 @@ def test_fit_ends_with_the_averages_of_the_generator(mode):
   gan.compile(sgd(), MovingAverage(sgd(), DECAY), **mode)
   watch = Watch("generator"), Watch("discriminator")
   losses = []
-
-  class Losses(keras.callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      losses.append((logs["val_score"], watch[0].raw, watch[0].averages,
-                     watch[1].raw))
-
+  keep = at_epoch_end(lambda logs: losses.append((
+      logs["val_score"], watch[0].raw, watch[0].averages, watch[1].raw)))
   callback = EvaluateWithAverages(optimizer="g_optimizer")
   x = data()
   gan.fit(x, batch_size=12, epochs=2, verbose=0, validation_data=(x,),
-          validation_batch_size=24, callbacks=[callback, *watch, Losses()])
+          validation_batch_size=24, callbacks=[callback, *watch, keep])
   if "steps_per_execution" not in mode:  # Watch sees each step.
     for got, raw, averages, discriminator in losses:
       np.testing.assert_allclose(got, score(averages, discriminator), rtol=1e-4)
       assert abs(got - score(raw, discriminator)) > 1e-3
-    for got, want in zip(values(gan.generator), watch[0].averages):
-      np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert_close(values(gan.generator), watch[0].averages, 1e-5, 1e-6)
   average = [gan.g_optimizer.average(v).numpy() for v in gan.generator.weights]
   assert_same(values(gan.generator), average)
   assert_same(values(gan.discriminator), watch[1].raw)
@@ -136,26 +126,19 @@ def test_each_of_two_optimizers_with_averages():
               keras.optimizers.LossScaleOptimizer(MovingAverage(sgd(), DECAY),
                                                   initial_scale=1.))
   watch = Watch("generator"), Watch("discriminator")
-  scores = []
-
-  class Scores(keras.callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      scores.append((logs["val_score"], watch[0].averages, watch[1].averages))
-      seen.append([*values(gan.generator), *values(gan.discriminator)])
-
   seen = []
+  keep = at_epoch_end(lambda logs: seen.append((
+      logs["val_score"], [watch[0].averages, watch[1].averages],
+      [values(gan.generator), values(gan.discriminator)])))
   pair = [EvaluateWithAverages(optimizer=name, swap_on_epoch=True)
           for name in ("g_optimizer", "d_optimizer")]
   x = data()
   gan.fit(x, batch_size=12, epochs=2, verbose=0, validation_data=(x,),
-          validation_batch_size=24, callbacks=[*pair, *watch, Scores()])
-  for (got, *averages), weights in zip(scores, seen, strict=True):
+          validation_batch_size=24, callbacks=[*pair, *watch, keep])
+  for got, averages, weights in seen:
     np.testing.assert_allclose(got, score(*averages), rtol=1e-4)
-    for g, w in zip(weights, sum(averages, []), strict=True):
-      np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
-  for got, want in zip(values(gan.generator), watch[0].averages):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert_close(weights, averages, 1e-5, 1e-6)
+  assert_close(values(gan.generator), watch[0].averages, 1e-5, 1e-6)
   assert_same(values(gan.discriminator), watch[1].raw)
   # Nothing is left in the model.
   plain = gan.evaluate(x, verbose=0)
@@ -175,17 +158,12 @@ def test_batch_normalizations_of_the_part():
   with pytest.warns(UserWarning, match="batch normalizations of 'seq"):
     gan.fit(x, verbose=0, callbacks=[EvaluateWithAverages(
         optimizer="g_optimizer", part="generator")])
-  discriminator = []
-
-  class Raw(keras.callbacks.Callback):
-
-    def on_epoch_end(self, epoch, logs=None):
-      discriminator[:] = values(gan.discriminator)
-
+  raw = []
+  keep = at_epoch_end(lambda logs: raw.append(values(gan.discriminator)))
   gan.fit(x, batch_size=12, verbose=0, validation_data=(x,), callbacks=[
       EvaluateWithAverages(optimizer="g_optimizer", part="generator",
-                           recalibrate=[x]), Raw()])
-  assert_same(values(gan.discriminator), discriminator)
+                           recalibrate=[x]), keep])
+  assert_same(values(gan.discriminator), raw[-1])
   first, norm, _ = gan.generator.layers
   seen = np.array(first(x), np.float64)
   np.testing.assert_allclose(norm.moving_mean, seen.mean(0), rtol=0, atol=1e-6)
@@ -194,8 +172,8 @@ def test_batch_normalizations_of_the_part():
   gan.compile(sgd(), MovingAverage(sgd(), DECAY, average_batch_norm=True))
   gan.fit(x, batch_size=12, verbose=0, callbacks=[
       EvaluateWithAverages(optimizer=gan.g_optimizer, part=gan.generator),
-      Raw()])
-  assert_same(values(gan.discriminator), discriminator)
+      keep])
+  assert_same(values(gan.discriminator), raw[-1])
   norm = gan.generator.layers[1]
   np.testing.assert_array_equal(
       norm.moving_mean, gan.g_optimizer.average(norm.moving_mean))

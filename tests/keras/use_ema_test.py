@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import values
+from fit_callbacks import Fails, Stop
+from training import stepping
 import wrapopt.keras
 from wrapopt.keras import MovingAverage
 
@@ -54,10 +57,6 @@ def trained(opt):
   return model
 
 
-def values(variables):
-  return [v.numpy() for v in variables]
-
-
 def changed(model, before):
   """How many weights are not bit for bit as before."""
   return sum(int((v.numpy() != w).sum())
@@ -99,16 +98,6 @@ def test_weights_and_averages_of_any_size_trade_places(weight, average):
   assert results["ours"] == want
 
 
-class Stop(BaseException):
-  pass
-
-
-class Interrupts(keras.callbacks.Callback):
-
-  def on_test_batch_end(self, batch, logs=None):
-    raise Stop
-
-
 @pytest.mark.parametrize("way", ["interrupted evaluate", "predict"])
 def test_averages_do_not_stay_in_place(way):
   shares = {}
@@ -120,7 +109,8 @@ def test_averages_do_not_stay_in_place(way):
       model.predict(x, verbose=0, callbacks=[callback()])
     else:
       with pytest.raises(Stop):
-        model.evaluate(x, y, verbose=0, callbacks=[callback(), Interrupts()])
+        model.evaluate(x, y, verbose=0, callbacks=[
+            callback(), Fails("on_test_batch_end")])
     shares[name] = changed(model, before) / sum(v.size for v in before)
   # How many weights Keras changes differs from one version to the next.
   assert shares["theirs"] > 0.1
@@ -187,9 +177,8 @@ def test_averages_can_be_switched_on_for_a_run(tmp_path):
 def count_ops(opt, layers=20):
   variables = [keras.Variable(np.zeros([2, 2], np.float32))
                for _ in range(layers)]
-  opt.build(variables)
-  function = tf.function(lambda grads: opt.apply(grads, variables))
-  graph = function.get_concrete_function([tf.TensorSpec([2, 2])] * layers).graph
+  step = stepping(opt, variables, "function")
+  graph = step.get_concrete_function(*[tf.TensorSpec([2, 2])] * layers).graph
   return len(graph.get_operations())
 
 
@@ -235,13 +224,10 @@ def test_numbers_of_the_model_garden(start, dynamic, mode, is_late):
   if start == 0 and dynamic:
     kwargs = {"num_updates": lambda: inner.iterations + 1}
   opt = MovingAverage(inner, 0.375, **kwargs)
-  opt.build([w])
+  step = stepping(opt, [w], mode)
   if start < 2:
     opt.seed_averages()
     opt.average(w).assign([0.0, 0.0])
-  step = lambda gradient: opt.apply([gradient], [w])
-  if mode == "function":
-    step = tf.function(step)
   gradients = np.random.default_rng(0).integers(-8, 9, (8, 2)) / 4
   for gradient, want in zip(gradients, of_model_garden(
       gradients, 0.375, start, dynamic), strict=True):

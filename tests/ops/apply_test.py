@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same_bits
 import modes
 import numerics
 from modes import mode  # pylint: disable=unused-import
@@ -172,9 +173,7 @@ def test_many_rows_are_summed_in_parallel_as_they_come(
   results = []
 
   def step(threads, slices):
-    graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
-                        use_per_session_threads=True)
-    with graph.entered() as mode:
+    with modes.with_threads(use_resource, threads) as mode:
       states = [[mode.variable(x) for x in row] for row in values]
       mode.run(lambda: apply(
           rule, dict(zip(info.states, states)),
@@ -192,8 +191,7 @@ def test_many_rows_are_summed_in_parallel_as_they_come(
   step(1, sums)
   for threads in (1, 4):
     step(threads, grads)
-    for got, want in zip(results[-1], results[0], strict=True):
-      numerics.assert_same_bits(got, want)
+    assert_same_bits(results[-1], results[0])
 
 
 @modes.only(*modes.UNCOMPILED)

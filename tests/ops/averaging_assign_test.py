@@ -1,27 +1,18 @@
 """averaging_assign and its ops: numbers, aliases, graphs, errors."""
 
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same_bits
 import isas
 import modes
 import numerics
-from modes import address
-from modes import at_build
-from modes import builds
-from modes import called
-from modes import handle_of
-from modes import handles
+from modes import (
+    address, at_build, builds, called, handle_of, handles, native_name,
+    op_types, put_into_copy_on_read_mode, refused, shown, tf1, unknown_shape)
 from modes import mode  # pylint: disable=unused-import
-from modes import native_name
-from modes import put_into_copy_on_read_mode
-from modes import refused
-from modes import shown
-from modes import tf1
-from numerics import BFLOAT16, DOUBLE, FLOAT, HALF
+from numerics import BFLOAT16, DOUBLE, FLOAT, HALF, name_of, random
 from threads import in_threads
 from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
@@ -44,16 +35,6 @@ SHAPES = [(), (0,), (1,), (3, 0), (7,), (2, 5), (511,), (512,), (513,),
 # That no binary format holds exactly; their sum is not 1.
 WEIGHTS = [0.1, 0.7, -0.3, 0.2, 0.6, 0.1, 0.9, -0.1]
 RATE = 0.3
-
-
-def name_of(value):
-  if isinstance(value, tuple):
-    return "-".join(name_of(v) for v in value)
-  return str(value)
-
-
-def random(rng, shape, dtype):
-  return np.asarray(rng.standard_normal(shape)).astype(dtype)
 
 
 def constants(arrays):
@@ -111,8 +92,8 @@ def test_the_formula(mode, dtypes, what):
       assert got.dtype == given[i].dtype
       numerics.assert_close(got, want, tolerance, f"of shape {SHAPES[i]}")
   for row, given in zip(v, sources):
-    for got, want in zip(mode.values(row or []), given):
-      numerics.assert_same_bits(got, want)
+    if row:
+      assert_same_bits(mode.values(row), given)
 
 
 def sizes_and_arrays(dtypes):
@@ -131,16 +112,13 @@ def test_a_large_mean_runs_in_parallel_to_the_same_bits(dtypes, use_resource):
   weights = WEIGHTS[:len(sources) + 1]
   results = []
   for threads in (1, 4):
-    graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
-                        use_per_session_threads=True)
-    with graph.entered() as mode:
+    with modes.with_threads(use_resource, threads) as mode:
       t, s = ([[mode.variable(x) for x in row] for row in rows]
               for rows in (targets, sources))
       # One of the targets is a source, too.
       mode.run(lambda: averaging_assign(t, s + t[:1], weights, RATE))
       results.append([x for row in t for x in mode.values(row)])
-  for got, want in zip(*results):
-    numerics.assert_same_bits(got, want)
+  assert_same_bits(*results)
   each = [(given, i) for given in targets for i in range(len(given))]
   for got, (given, i) in zip(results[0], each):
     numerics.assert_close(got, *numerics.averaging_assign(
@@ -215,9 +193,8 @@ def test_rate_one_assigns_the_sum(mode, dtypes):
   s = [mode.variable(x) for x in sources]
   mode.run(lambda: averaging_assign([[x] for x in t], [[x] for x in s],
                                     WEIGHTS[:len(s)]))
-  for got, dtype in zip(mode.values(t), dtypes[0]):
-    numerics.assert_same_bits(
-        got, sum_in_order(sources, WEIGHTS, dtype))
+  assert_same_bits(mode.values(t), [
+      sum_in_order(sources, WEIGHTS, dtype) for dtype in dtypes[0]])
 
 
 def test_the_order_of_the_sum(mode):
@@ -376,8 +353,7 @@ def test_targets_that_are_sources(mode, dtype, use_locking):
     for i, got in enumerate(mode.values(row)):
       numerics.assert_close(got, *numerics.averaging_assign(
           before[i], [given[k][i] for k in (1, 2, 0, 1)], weights, RATE))
-  for got, want in zip(mode.values(c), given[2]):
-    numerics.assert_same_bits(got, want)
+  assert_same_bits(mode.values(c), given[2])
 
 
 def test_one_source_of_several_variables(mode):
@@ -399,10 +375,6 @@ def test_a_source_that_is_the_value_of_a_target(mode):
 
 
 # Graphs
-
-
-def op_types(graph):
-  return [op.type for op in graph.get_operations()]
 
 
 @modes.only(*modes.graphs())
@@ -618,11 +590,6 @@ def test_another_shape_that_shows_when_it_runs(mode):
               w.read_value(), unknown_shape(np.ones(3, FLOAT))]))
   mode.run(lambda: averaging_assign([x, t], [w, s]))
   assert [v.tolist() for v in mode.values([x, t])] == [[5, 6, 7], [1, 2]]
-
-
-def unknown_shape(tensor):
-  """A tensor of which the shape function knows nothing."""
-  return tf1.placeholder_with_default(tensor, shape=None)
 
 
 @pytest.mark.parametrize("bad", [-0.5, 1.5, np.nan, np.inf])
@@ -871,8 +838,7 @@ def test_copy_on_read_mode(mode, sparse_source, sparse_target):
   want = before[1] + (before[0] - before[1]) / 4
   assert t.numpy().tolist() == want.tolist()
   assert s.numpy().tolist() == before[0].tolist()
-  for got, kept in zip(mode.values(held), before):
-    numerics.assert_same_bits(got, kept)
+  assert_same_bits(mode.values(held), before)
 
 
 # Threads
@@ -891,36 +857,3 @@ def test_no_update_is_lost():
 
   in_threads(*[body] * threads)
   assert np.unique(t.numpy()).tolist() == [turns * threads]
-
-
-@pytest.mark.cpu("has threads of its own")
-@pytest.mark.parametrize("use_locking", [True, False])
-def test_nobody_sees_half_a_mean(use_locking):
-  # Two variables change places, over and over: a reader that locks both sees
-  # one 0 and one 1 if the two are written at once, as they are under locks.
-  size = 50_000
-  a, b = tf.Variable(tf.zeros(size)), tf.Variable(tf.ones(size))
-  copies = [tf.Variable(tf.zeros(size)) for _ in range(2)]
-  done = threading.Event()
-
-  def flip():
-    one = tf.ones(size)
-    while not done.is_set():
-      # x becomes 1 - x.
-      averaging_assign([a, b], [[one, one], [a, b]], [1, -1],
-                       use_locking=use_locking)
-
-  def read():
-    try:
-      seen = []
-      while len(seen) < 100 or len(set(seen)) < 2:
-        averaging_assign(copies, [a, b])
-        x, y = (v.numpy() for v in copies)
-        assert np.isin(x, [0, 1]).all() and np.isin(y, [0, 1]).all()
-        if use_locking:
-          assert np.all(x == x[0]) and np.all(y == 1 - x[0])
-        seen.append(x[0])
-    finally:
-      done.set()
-
-  in_threads(flip, read)

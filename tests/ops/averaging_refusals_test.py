@@ -8,9 +8,7 @@ from averaging_server import Server, in_graph, opened, raw_op
 import averaging_task
 from averaging_task import FIRST
 import modes
-from modes import at_build
-from modes import refused
-from modes import tf1
+from modes import at_build, refused, tf1
 from modes import uncompiled_mode as mode  # pylint: disable=unused-import
 from numerics import DOUBLE, FLOAT, HALF
 

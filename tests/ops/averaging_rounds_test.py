@@ -18,7 +18,7 @@ import modes
 from modes import tf1
 from modes import uncompiled_mode as mode  # pylint: disable=unused-import
 import numerics
-from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF
+from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF, random
 from processes import run_python, wait_until
 from threads import in_threads
 from wrapopt import ops
@@ -34,10 +34,6 @@ SOON = 0.1  # Seconds.
 
 def is_closed(known):
   return known[0].split()[2] == b"1"
-
-
-def random(rng, shape, dtype):
-  return np.asarray(rng.standard_normal(shape)).astype(dtype)
 
 
 def of_center(dtype):
@@ -654,9 +650,7 @@ def test_a_large_mean_runs_in_parallel_to_the_same_bits(use_resource):
   given = [random(rng, sum(sizes), FLOAT) for _ in range(3)]
   results = []
   for threads in (1, 4):
-    graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
-                        use_per_session_threads=True)
-    with graph.entered() as mode:
+    with modes.with_threads(use_resource, threads) as mode:
       centers = [mode.variable(np.zeros(size, FLOAT)) for size in sizes]
       mean_of(mode, given, centers)
       results.append(flat(mode.values(centers)))

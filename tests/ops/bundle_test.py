@@ -7,9 +7,8 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
-from training import ancestors
-from training import is_packed
-from training import session_of
+from modes import control_flow
+from training import ancestors, is_packed, session_of
 from wrapopt import _bundle
 from wrapopt import _loader
 
@@ -579,11 +578,9 @@ def test_tensorflow_2_trains_a_saved_graph(name, tmp_path):
 
 @pytest.mark.parametrize("name", V1_MAKE)
 def test_tensorflow_2_trains_an_imported_graph(name, tmp_path):
-  v1.disable_control_flow_v2()  # Its functions would be there already.
-  try:
+  # The functions of version 2 would be there already.
+  with control_flow(v2=False):
     exported, want = saved(name, str(tmp_path / "model"))
-  finally:
-    v1.enable_control_flow_v2()
   def load():
     v1.train.import_meta_graph(exported)
   wrapped = v1.wrap_function(load, [])
@@ -612,15 +609,15 @@ def test_a_part_of_a_graph_is_exported():
 
 @pytest.mark.parametrize("how", ["while", "cond"])
 def test_a_session_with_control_flow(how):
-  v1.disable_control_flow_v2()
-  try:
-    def wrap(step):
-      def body(i):
-        with tf.control_dependencies([step()]):
-          return tf.add(i, 1)
-      if how == "while":
-        return tf.while_loop(lambda i: i < 2, body, [0])
-      return tf.cond(tf.constant(True), lambda: body(0), lambda: 0)
+  def wrap(step):
+    def body(i):
+      with tf.control_dependencies([step()]):
+        return tf.add(i, 1)
+    if how == "while":
+      return tf.while_loop(lambda i: i < 2, body, [0])
+    return tf.cond(tf.constant(True), lambda: body(0), lambda: 0)
+
+  with control_flow(v2=False):
     v, average, step, types_ = in_a_session(wrap)
     assert "Wrapopt>BundleByName" in types_
     with v1.Session(graph=v.graph) as session:
@@ -630,8 +627,6 @@ def test_a_session_with_control_flow(how):
         session.run(step)
       assert session.run(v).tolist() == [-1, -4]
       assert session.run(average).tolist() == [-0.25, -1.75]
-  finally:
-    v1.enable_control_flow_v2()
 
 
 def test_a_session_in_which_handles_are_lists():

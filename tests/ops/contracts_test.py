@@ -7,14 +7,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
+from arrays import assert_same_bits
 import modes
-import numerics
-from modes import called
-from modes import handles
+from modes import called, handles, put_into_copy_on_read_mode, refused, tf1
 from modes import mode  # pylint: disable=unused-import
-from modes import put_into_copy_on_read_mode
-from modes import refused
-from modes import tf1
 from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
@@ -300,12 +296,10 @@ def test_copy_on_read_mode(op, mode, sparse, read):
   kept, before = mode.values(held), mode.values([a, b])
   mode.run(lambda: op.call([a], [b]))
   want = op.after(*before)
-  for got, x in zip(mode.values([a, b]), want):
-    numerics.assert_same_bits(got, x)
+  assert_same_bits(mode.values([a, b]), want)
   for variable in (a, b):
     put_into_copy_on_read_mode(variable)
     tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=[1],
                                      updates=[9.])
-  for got, x in zip(mode.values(held), kept):
-    numerics.assert_same_bits(got, x)
+  assert_same_bits(mode.values(held), kept)
   assert [v.numpy()[1] for v in (a, b)] == [9, 9]

@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same_bits
 import modes
 import numerics
-from modes import address
-from modes import at_build
-from modes import builds
-from modes import called
-from modes import handle_of
-from modes import handles
+from modes import (
+    address, at_build, builds, called, handle_of, handles, native_name,
+    op_types, refused, shown, tf1, unknown_shape)
 from modes import mode  # pylint: disable=unused-import
-from modes import native_name
-from modes import refused
-from modes import shown
-from modes import tf1
-from processes import run_python
+from numerics import name_of, random
+from processes import printed_by
 from wrapopt import _native
 from wrapopt._loader import ops as raw
 from wrapopt.ops import ema_update
@@ -36,16 +31,6 @@ PAIRS = [(np.float16, np.float16), (np.float16, FLOAT), (BFLOAT16, BFLOAT16),
 
 InvalidArgument = tf.errors.InvalidArgumentError
 FailedPrecondition = tf.errors.FailedPreconditionError
-
-
-def name_of(value):
-  if isinstance(value, tuple):
-    return "-".join(np.dtype(dtype).name for dtype in value)
-  return str(value)
-
-
-def random(rng, shape, dtype):
-  return np.asarray(rng.standard_normal(shape)).astype(dtype)
 
 
 def zeros(mode, *shape, dtype=FLOAT, name=None):
@@ -93,8 +78,7 @@ def test_the_formula(mode, pair, averages):
           "Ema", [shadows[k][i]], [values[i]], [1 - decay])
       assert got.dtype == pair[1]
       numerics.assert_close(got, want, tolerance, f"shadow {k} of {SHAPES[i]}")
-  for got, want in zip(mode.values(v), values):
-    numerics.assert_same_bits(got, want)
+  assert_same_bits(mode.values(v), values)
 
 
 @pytest.mark.parametrize("pair", [(FLOAT, FLOAT), (BFLOAT16, FLOAT)],
@@ -107,9 +91,7 @@ def test_a_large_update_runs_in_parallel_to_the_same_bits(pair, use_resource):
   shadows = [[random(rng, size, pair[1]) for size in sizes] for _ in range(2)]
   results = []
   for threads in (1, 4):
-    graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
-                        use_per_session_threads=True)
-    with graph.entered() as mode:
+    with modes.with_threads(use_resource, threads) as mode:
       v = [mode.variable(x) for x in values]
       s = [[mode.variable(x) for x in row] for row in shadows]
       mode.run(lambda: ema_update(s, v, [0.9, 0.99]))
@@ -262,10 +244,6 @@ def test_mixed_dtypes(mode):
 
 
 # Graphs
-
-
-def op_types(graph):
-  return [op.type for op in graph.get_operations()]
 
 
 @modes.only(*modes.graphs())
@@ -428,11 +406,6 @@ def test_another_shape_that_shows_when_it_runs(mode):
           lambda: ema_update([s, t], [v, v], 0.5))
   mode.run(lambda: ema_update([t, s], [w, v], 0))
   assert [x.tolist() for x in mode.values([t, s])] == [[5, 6, 7], [1, 2]]
-
-
-def unknown_shape(tensor):
-  """A tensor of which the shape function knows nothing."""
-  return tf1.placeholder_with_default(tensor, shape=None)
 
 
 @pytest.mark.parametrize("bad", [-0.5, 1.5, np.nan, np.inf])
@@ -598,9 +571,8 @@ def test_readers_of_some_of_many_shadows():
 
 
 def run_in_process(code, **env):
-  process = run_python("-c", "import tensorflow as tf\n" + code, **env)
-  assert process.returncode == 0, process.stderr
-  return process.stdout.splitlines()
+  return printed_by("-c", "import tensorflow as tf\n" + code,
+                    **env).splitlines()
 
 
 @pytest.mark.cpu("is about several CPUs")

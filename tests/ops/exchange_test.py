@@ -1,21 +1,14 @@
 """exchange and its ops: bits, buffers, errors, concurrent readers."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import modes
-from modes import address
-from modes import at_build
-from modes import builds
-from modes import called
-from modes import handle_of
-from modes import handles
+from modes import (
+    address, at_build, builds, called, handle_of, handles, refused, shown, tf1)
 from modes import mode  # pylint: disable=unused-import
-from modes import refused
-from modes import shown
-from modes import tf1
+from numerics import name_of, PLAIN_DTYPES
 from wrapopt._loader import ops as raw
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
@@ -23,9 +16,6 @@ from wrapopt.ops import exchange
 FLOAT = np.float32
 InvalidArgument = tf.errors.InvalidArgumentError
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, FLOAT, np.float64, np.int8, np.uint8,
-          np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64,
-          np.bool_, np.complex64, np.complex128]
 
 
 def test_a_trajectory(mode):
@@ -50,7 +40,7 @@ def as_bytes(arrays):
 
 
 @pytest.mark.cpu("TensorFlow has no such variables")
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=name_of)
 def test_every_bit_of_every_dtype(mode, dtype):
   rng = np.random.default_rng(1)
   shapes = [(), (0,), (1,), (3, 0), (2, 5), (10_000,)]
@@ -68,11 +58,11 @@ def test_every_bit_of_every_dtype(mode, dtype):
 
 @pytest.mark.cpu("TensorFlow has no such variables")
 def test_all_dtypes_at_once(mode):
-  a = [mode.variable(np.zeros(3, dtype)) for dtype in DTYPES]
-  b = [mode.variable(np.ones(3, dtype)) for dtype in DTYPES]
+  a = [mode.variable(np.zeros(3, dtype)) for dtype in PLAIN_DTYPES]
+  b = [mode.variable(np.ones(3, dtype)) for dtype in PLAIN_DTYPES]
   mode.run(lambda: exchange(a, b))
-  assert [x.tolist() for x in mode.values(a)] == [[1] * 3] * len(DTYPES)
-  assert [x.tolist() for x in mode.values(b)] == [[0] * 3] * len(DTYPES)
+  for row, x in (a, 1), (b, 0):
+    assert [y.tolist() for y in mode.values(row)] == [[x] * 3] * len(a)
 
 
 def test_a_variable_stands_for_a_sequence_of_one(mode):

@@ -5,7 +5,7 @@ import os
 import numpy as np
 
 import numerics
-from processes import run_python
+from processes import printed_by
 from threads import in_threads
 from wrapopt import _native
 
@@ -17,9 +17,8 @@ def results_of(program, tmp_path):
 
   def run(isa):
     path = str(tmp_path / f"{isa}.npz")
-    process = run_python("-c", program, path, WRAPOPT_CPU_ISA=isa,
-                         pythonpath=[os.path.dirname(__file__)])
-    assert process.returncode == 0, process.stderr
+    printed_by("-c", program, path, WRAPOPT_CPU_ISA=isa,
+               pythonpath=[os.path.dirname(__file__)])
     with np.load(path) as loaded:
       results[isa] = list(loaded.values())
 

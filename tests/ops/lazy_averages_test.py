@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 import wrapopt
 
+from arrays import assert_close, assert_same_bits, values as values_of
 import modes
 from modes import mode  # pylint: disable=unused-import
 import numerics
-from training import type_of
+from training import in_mode, type_of
 from wrapopt import _loader
 from wrapopt._averages import _may_be_lazy
 
@@ -73,17 +74,14 @@ class Training:
       mode.session.run(tf1.global_variables_initializer())
       self._sparse_step = None
     else:
-      jit = mode.jit_compile if isinstance(mode, modes.Function) else None
-      wrap = ((lambda f: tf.function(f, jit_compile=jit, autograph=False))
-              if isinstance(mode, modes.Function) else lambda f: f)
-
       def sparse(values, indices):
         self._apply(values, indices)
 
       def dense(values):
         opt.apply_gradients([(values, variable)])
 
-      self._sparse_step, self._dense_step = wrap(sparse), wrap(dense)
+      self._sparse_step, self._dense_step = (
+          in_mode(f, mode.name) for f in (sparse, dense))
 
   def _apply(self, values, indices):
     return self.opt.apply_gradients(
@@ -157,8 +155,7 @@ def test_rows_move_and_the_others_catch_up(mode, inner, fused):
         raw(mode, opt.average(w, 0.9))[touched],
         training.averages(start, [0.9])[0][touched], rtol=1e-5, atol=1e-6)
   got = mode.values([opt.average(w, d) for d in DECAYS])
-  for average, want in zip(got, training.averages(start, DECAYS)):
-    np.testing.assert_allclose(average, want, rtol=1e-5, atol=1e-6)
+  assert_close(got, training.averages(start, DECAYS), rtol=1e-5, atol=1e-6)
   # Exact at the ends.
   numerics.assert_same_bits(got[1], mode.values([w])[0])
   numerics.assert_same_bits(got[2], start)
@@ -472,8 +469,7 @@ def test_a_dropped_step_advances_nothing():
   step.assign_add(5)
   opt.apply_gradients(late, step)
   after = average.log_decays.numpy(), average.numpy(), w.numpy()
-  for x, y in zip(before[1:], after[1:]):
-    numerics.assert_same_bits(x, y)
+  assert_same_bits(before[1:], after[1:])
 
 
 def test_the_step_moves_rows_by_one_op():
@@ -524,11 +520,10 @@ def test_errors_change_nothing(wrong, error, text):
                indices=[[0, 1]], decay=0.5)
   given.update({name: make(given) for name, make in wrong.items()})
   *variables, indices, decay = given.values()
-  before = [v.numpy() for v in variables]
+  before = values_of(variables)
   with pytest.raises(error, match=text):
     ops.sparse_ema_update(*([v] for v in variables), indices, decay)
-  for v, was in zip(variables, before):
-    numerics.assert_same_bits(v.numpy(), was)
+  assert_same_bits(values_of(variables), before)
 
 
 def test_variables_that_are_refused():
@@ -550,7 +545,7 @@ def test_indices_of_some_values_only():
   rows = [lazy() for _ in range(2)]
   for row in rows:  # Something to catch up with.
     row[2].assign(tf.fill(row[2].shape, tf.constant(-1, tf.float64)))
-  before = [v.numpy() for row in rows for v in row]
+  before = values_of(sum(rows, []))
   run = lambda: _loader.ops.wrapopt_catch_up(  # pylint: disable=g-long-lambda-assignment
       *([v.handle for v in column] for column in zip(*rows)), [[0, 1]],
       T=tf.float32, S=tf.float32)
@@ -559,8 +554,7 @@ def test_indices_of_some_values_only():
     run()
   with pytest.raises(ValueError, match=text):
     tf.function(run)()
-  for v, was in zip((v for row in rows for v in row), before):
-    numerics.assert_same_bits(v.numpy(), was)
+  assert_same_bits(values_of(sum(rows, [])), before)
 
 
 def test_a_rule_that_moves_all_rows_refuses_log_decays():

@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from arrays import assert_all
 import numerics
-from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF, PAIRS
+from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF, name_of, PAIRS
 from processes import run_forks
 from wrapopt import _native
 
@@ -20,12 +21,6 @@ SPECIALS = np.array(
     [0, 1, -1, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 65504, 65519.99, 65520,
      2**-14, 2**-24, 2**-25, 1.5 * 2**-25, 2**-126, 2**-133, 2**-149, -0.0],
     np.float32)
-
-
-def name_of(value):
-  if isinstance(value, tuple):
-    return "-".join(map(name_of, value))
-  return str(value)
 
 
 def parametrize(**arguments):
@@ -118,8 +113,8 @@ def test_all_counts_from_all_starts(rule, pair, isa):
     for got, (want, tolerance) in zip(
         taken, numerics.reference(rule, states, inputs, scalars)):
       numerics.assert_close(got, want, tolerance, context)
-    for got, given in zip(taken[len(states):], inputs, strict=True):
-      numerics.assert_same_bits(got, given, f"an input, {context}")
+    assert_all(numerics.assert_same_bits, taken[len(states):], inputs,
+               f"an input, {context}")
 
 
 @parametrize(isa=ISAS)
@@ -162,16 +157,16 @@ def test_instruction_sets_agree_bit_for_bit(rule, pair):
   for isa in ISAS:
     results[isa] = [s.copy() for s in states]
     _native.step(rule, results[isa], inputs, scalars, isa=isa)
-    for got, want in zip(results[isa], results["baseline"]):
-      numerics.assert_same_numbers(got, want, isa)
+    assert_all(numerics.assert_same_numbers, results[isa],
+               results["baseline"], isa)
     # Nor does it matter where a block of a parallel run begins and ends.
     pieces = [s.copy() for s in states]
     cuts = [0, 1, 8, 37, 100, 101, 500, count]
     for begin, end in zip(cuts, cuts[1:]):
       _native.step(rule, [s[begin:end] for s in pieces],
                    [i[begin:end] for i in inputs], scalars, isa=isa)
-    for got, want in zip(pieces, results[isa]):
-      numerics.assert_same_numbers(got, want, f"{isa} in pieces")
+    assert_all(numerics.assert_same_numbers, pieces, results[isa],
+               f"{isa} in pieces")
 
 
 def test_there_is_more_than_one_instruction_set():

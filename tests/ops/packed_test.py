@@ -1,18 +1,14 @@
 """read_packed, assign_packed and their ops."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
-from modes import at_build
-from modes import evaluate
-from modes import handles
-from modes import refused
-from modes import tf1
+from modes import at_build, evaluate, handles, refused, tf1
 from modes import uncompiled_mode as mode  # pylint: disable=unused-import
+from numerics import name_of, PLAIN_DTYPES
 from wrapopt._loader import ops as raw
 from wrapopt.ops import assign_packed
 from wrapopt.ops import read_packed
@@ -21,9 +17,6 @@ FLOAT = np.float32
 InvalidArgument = tf.errors.InvalidArgumentError
 FailedPrecondition = tf.errors.FailedPreconditionError
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, FLOAT, np.float64, np.int8, np.uint8,
-          np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64,
-          np.bool_, np.complex64, np.complex128]
 SHAPES = [(), (0,), (1,), (3, 0), (2, 5), (10_000,), (), (70_000,), (0,)]
 
 
@@ -38,7 +31,7 @@ def packed(values):
 
 
 @pytest.mark.cpu("TensorFlow has no such variables")
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=name_of)
 def test_every_element_of_every_dtype(mode, dtype):
   x, y = numbers(SHAPES, dtype), numbers(SHAPES, dtype, seed=2)
   variables = [mode.variable(value) for value in x]

@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from modes import Eager
-from modes import called
-from modes import at_build
-from modes import evaluate
-from modes import graphs
-from modes import handle_of
-from modes import only
-from modes import refused
-from modes import uncompiled_mode as mode
+from modes import (
+    at_build, called, Eager, evaluate, graphs, handle_of, only, refused,
+    uncompiled_mode as mode)
 from wrapopt import ops
 from wrapopt._loader import ops as raw
 

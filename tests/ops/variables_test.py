@@ -122,26 +122,42 @@ def test_nobody_sees_half_an_update():
              lambda: then_set(done, read_both))
 
 
-def test_nobody_sees_half_an_exchange():
-  # An update that reads both variables locks both: it sees one 0 and one 1.
+def flip(use_locking, a, b):
+  """x becomes 1 - x."""
+  one = tf.ones(a.shape)
+  averaging_assign([a, b], [[one, one], [a, b]], [1, -1],
+                   use_locking=use_locking)
+
+
+@pytest.mark.parametrize("write, copy, is_whole", [
+    (lambda a, b: exchange([a], [b]), lambda to, of: ema_update(to, of, 0),
+     True),
+    (functools.partial(flip, True), averaging_assign, True),
+    (functools.partial(flip, False), averaging_assign, False)],
+                         ids=["exchange", "mean", "mean without locks"])
+def test_nobody_sees_half_a_change(write, copy, is_whole):
+  # Two variables change places, over and over: a reader that locks both sees
+  # one 0 and one 1 if the two are written at once, as they are under locks.
   size = 50_000
   a, b = tf.Variable(tf.zeros(size)), tf.Variable(tf.ones(size))
   copies = [tf.Variable(tf.zeros(size)) for _ in range(2)]
   done = threading.Event()
 
-  def swap():
+  def change():
     while not done.is_set():
-      exchange([a], [b])
+      write(a, b)
 
   def read():
     seen = []
     while len(seen) < 100 or len(set(seen)) < 2:
-      ema_update(copies, [a, b], 0)
+      copy(copies, [a, b])
       x, y = (v.numpy() for v in copies)
-      assert np.all(x == x[0]) and np.all(y == 1 - x[0])
+      assert np.isin([x, y], [0, 1]).all()
+      if is_whole:
+        assert np.all(x == x[0]) and np.all(y == 1 - x[0])
       seen.append(x[0])
 
-  in_threads(swap, lambda: then_set(done, read))
+  in_threads(change, lambda: then_set(done, read))
 
 
 # What an op remembers of the variables that it has found.
@@ -255,11 +271,8 @@ def test_no_step_that_begins_later_updates_a_destroyed_variable(
 
 def either(which, a, b):
   """The handle of `a` or of `b`: the very tensor that the one or other has."""
-  tf.compat.v1.disable_control_flow_v2()
-  try:
+  with modes.control_flow(v2=False):
     return tf.cond(which, lambda: a.handle, lambda: b.handle)
-  finally:
-    tf.compat.v1.enable_control_flow_v2()
 
 
 def test_one_input_may_hand_over_one_variable_and_then_another(graph):

@@ -1,7 +1,6 @@
 """XLA programs for the CPU: an op calls its kernel, which works in place."""
 
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -9,18 +8,13 @@ import tensorflow as tf
 
 import numerics
 import wrapopt
-from processes import run_python
+from arrays import assert_same_bits
+from processes import printed_by
 from threads import in_threads
 from wrapopt import _native
 from wrapopt import ops
-from xla_programs import DTYPES
-from xla_programs import instructions
-from xla_programs import jit
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import program
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import (
+    DTYPES, instructions, jit, Problem, program, RULES, SHAPES)
 
 v1 = tf.compat.v1.train
 
@@ -28,11 +22,6 @@ v1 = tf.compat.v1.train
 def calls(hlo):
   """The names of what a program calls."""
   return re.findall(r'custom_call_target="(\w+)"', hlo)
-
-
-def assert_same(got, want):
-  for g, w in zip(got, want, strict=True):
-    numerics.assert_same_bits(np.asarray(g), np.asarray(w))
 
 
 def all_problems(dtypes, shapes):
@@ -44,7 +33,7 @@ def all_problems(dtypes, shapes):
 # The numbers
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 def test_each_rule_gives_the_bits_of_the_cpu_kernel(dtypes):
   problems = all_problems(dtypes, SHAPES)
   eager = all_problems(dtypes, SHAPES)
@@ -63,12 +52,12 @@ def test_each_rule_gives_the_bits_of_the_cpu_kernel(dtypes):
   step(args)
   for problem, twin, of_problem in zip(problems, eager, args):
     twin.apply(*of_problem)
-    assert_same(problem.all_values(), twin.all_values())
+    assert_same_bits(problem.all_values(), twin.all_values())
     problem.check(problem.grads)
   assert calls(program(step, args)) == ["wrapopt_apply"] * len(problems)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 def test_each_rule_gives_the_bits_of_the_cpu_kernel_for_rows(dtypes):
   shapes = [(5,), (5, 3), (4, 2, 2), (3, 0)]
   problems, eager = all_problems(dtypes, shapes), all_problems(dtypes, shapes)
@@ -90,14 +79,14 @@ def test_each_rule_gives_the_bits_of_the_cpu_kernel_for_rows(dtypes):
     step(*given)
     apply(eager, *given)
     for problem, twin in zip(problems, eager):
-      assert_same(problem.all_values(), twin.all_values())
+      assert_same_bits(problem.all_values(), twin.all_values())
   assert calls(program(step, *given)) == (
       ["wrapopt_sparse_apply"] * len(problems))
 
 
 @pytest.mark.parametrize("value, shadow", [
     *((d, d) for d in numerics.DTYPES), (numerics.HALF, numerics.FLOAT),
-    (numerics.BFLOAT16, numerics.FLOAT)], ids=name_of)
+    (numerics.BFLOAT16, numerics.FLOAT)], ids=numerics.name_of)
 def test_ema_update_gives_the_bits_of_the_cpu_kernel(value, shadow):
   rng = np.random.default_rng(0)
   values = [tf.Variable(np.asarray(rng.normal(size=shape)).astype(value))
@@ -109,7 +98,7 @@ def test_ema_update_gives_the_bits_of_the_cpu_kernel(value, shadow):
   for decay in 0.5, 0.25:
     update(tf.constant(decay, tf.float64))
     ops.ema_update(eager, values, [0.9, decay])
-  assert_same([s.numpy() for row in compiled for s in row],
+  assert_same_bits([s.numpy() for row in compiled for s in row],
               [s.numpy() for row in eager for s in row])
   assert calls(program(update, tf.constant(0.5, tf.float64))) == [
       "wrapopt_ema_update"]
@@ -166,7 +155,7 @@ def test_averages_that_lag_behind(dtype, on_cpu, monkeypatch):
     of.apply(tf.constant([2]), decay)
     apply(tf.constant([4, 0, 4]), decay, tf.constant(True))
   if on_cpu == "call":
-    assert_same(compiled.values(), eager.values())
+    assert_same_bits(compiled.values(), eager.values())
     assert compiled.log_decays.numpy().any()
   for of, _, _, catch_up in steps:
     catch_up()
@@ -325,7 +314,7 @@ def test_arrays_that_are_equal_are_not_one():
   for run in step, jit(step):
     run(x)
     got.append([states[name][0].numpy() for name in names])
-  assert_same(*got)
+  assert_same_bits(*got)
   assert len(set(map(tuple, got[0]))) == 3
 
 
@@ -519,7 +508,4 @@ else:
 
 def test_a_saved_model(tmp_path):
   for what, printed in ("save", ""), ("load", "[0.0, 0.5] [0.0, 1.0]\n"):
-    process = run_python("-c", SAVED, str(tmp_path / "model"), what,
-                         python=sys.executable)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout == printed
+    assert printed == printed_by("-c", SAVED, str(tmp_path / "model"), what)

@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_all
 import modes
 import numerics
-from xla_programs import DTYPES
-from xla_programs import instructions
-from xla_programs import jit
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import program
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import (
+    DTYPES, instructions, jit, Problem, program, RULES, SHAPES)
 
 CALLS = {"wrapopt_gpu_update", "wrapopt_apply"}
 STEPS = 100
@@ -49,7 +44,7 @@ def choose(monkeypatch, mode):
 
 
 @pytest.mark.parametrize("mode", ["call", "hlo"])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 @pytest.mark.parametrize("rule", RULES)
 def test_one_step(rule, dtypes, mode, monkeypatch):
   choose(monkeypatch, mode)
@@ -58,7 +53,7 @@ def test_one_step(rule, dtypes, mode, monkeypatch):
   problem.check(problem.grads)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 @pytest.mark.parametrize("rule", RULES)
 def test_many_steps_have_the_bits_of_the_op_without_xla(
     rule, dtypes, monkeypatch):
@@ -66,8 +61,7 @@ def test_many_steps_have_the_bits_of_the_op_without_xla(
   want, _ = taken(rule, dtypes, STEPS, compiles=False)
   got, calls = taken(rule, dtypes, STEPS)
   assert len(calls) == 1
-  for a, b in zip(got.all_values(), want.all_values(), strict=True):
-    numerics.assert_same_numbers(a, b)
+  assert_all(numerics.assert_same_numbers, got.all_values(), want.all_values())
 
 
 @pytest.mark.parametrize("mode", ["call", "hlo"])

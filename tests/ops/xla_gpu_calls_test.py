@@ -12,13 +12,10 @@ import pytest
 import tensorflow as tf  # First: the next line needs its libraries.
 import _gpu_calls
 
+from arrays import assert_all, assert_same_bits, values
 import numerics
 from wrapopt import ops
-from xla_programs import DTYPES
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import DTYPES, Problem, RULES, SHAPES
 
 CALL = "wrapopt_gpu_update"
 # XLA's numbers of its types.
@@ -119,8 +116,7 @@ class Update:
       assert self.call() == ""
 
     graph = gpu.captured(execute)
-    for got, want in zip(self.values(), self._arrays, strict=True):
-      numerics.assert_same_bits(got, want)
+    assert_same_bits(self.values(), self._arrays)
     gpu.write(ctypes.c_uint64(self._of_numbers[0]), self._numbers)
     gpu.write(ctypes.c_uint64(self._accept[0]), np.array(accept))
     gpu.cuGraphLaunch(graph, ctypes.c_void_p(STREAM))
@@ -133,30 +129,26 @@ class Update:
 
 
 @pytest.mark.parametrize("accept", [True, False])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_has_the_bits_of_the_cpu(gpu, rule, dtypes, accept):
   problem = Problem(rule, dtypes, SHAPES, nesterov=True)
   got = Update(gpu, rule, problem.numbers + [1 - d for d in problem.decays],
                problem.all_values(), problem.grads).take(accept)
   problem.apply(*problem.args(accept))
-  for a, b in zip(got, problem.all_values(), strict=True):
-    numerics.assert_same_numbers(a, b)
+  assert_all(numerics.assert_same_numbers, got, problem.all_values())
   if not accept:
     problem.check_unchanged()
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 def test_averages_have_the_bits_of_the_cpu(gpu, dtypes):
   problem = Problem("GradientDescent", dtypes, SHAPES)
-  values = problem.states["var"]
-  got = Update(gpu, "", [1, *(1 - d for d in problem.decays)],
-               [v.numpy() for row in problem.shadows for v in row],
-               [v.numpy() for v in values]).take(True)
-  ops.ema_update(problem.shadows, values, problem.decays)
-  for a, b in zip(got, [v.numpy() for row in problem.shadows for v in row],
-                  strict=True):
-    numerics.assert_same_numbers(a, b)
+  var, shadows = problem.states["var"], sum(problem.shadows, [])
+  got = Update(gpu, "", [1, *(1 - d for d in problem.decays)], values(shadows),
+               values(var)).take(True)
+  ops.ema_update(problem.shadows, var, problem.decays)
+  assert_all(numerics.assert_same_numbers, got, values(shadows))
 
 
 def test_a_step_without_averages_and_one_of_many_variables(gpu):

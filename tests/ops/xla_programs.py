@@ -5,7 +5,9 @@ import re
 import numpy as np
 import tensorflow as tf
 
+import arrays
 import numerics
+from numerics import random
 from wrapopt import _native
 from wrapopt import ops
 
@@ -23,12 +25,6 @@ SHAPES = [(), (0,), (7,), (3, 5), (2, 0)]
 def jit(function):
   # What AutoGraph would convert is the test: the ops' functions forbid it.
   return tf.function(function, jit_compile=True, autograph=False)
-
-
-def name_of(value):
-  if isinstance(value, tuple):
-    return "-".join(np.dtype(dtype).name for dtype in value)
-  return str(value)
 
 
 def program(function, *args, stage="hlo"):
@@ -63,10 +59,8 @@ class Problem:
     self.before = [[rng.uniform(0.1, 1, shape).astype(var) for shape in shapes]
                    for _ in names]
     self.shadows_before = [
-        [np.asarray(rng.standard_normal(shape)).astype(shadow)
-         for shape in shapes] for _ in self.decays]
-    self.grads = [np.asarray(rng.standard_normal(shape)).astype(grad)
-                  for shape in shapes]
+        [random(rng, shape, shadow) for shape in shapes] for _ in self.decays]
+    self.grads = [random(rng, shape, grad) for shape in shapes]
     self.states = {name: [tf.Variable(x) for x in row]
                    for name, row in zip(names, self.before)}
     self.shadows = [[tf.Variable(x) for x in row]
@@ -89,19 +83,23 @@ class Problem:
 
   def check_unchanged(self):
     before = [x for row in (*self.before, *self.shadows_before) for x in row]
-    for got, want in zip(self.all_values(), before, strict=True):
-      numerics.assert_same_bits(got, want)
+    arrays.assert_same_bits(self.all_values(), before)
 
   def check(self, grads, rows=None):
-    """Asserts one step of dense gradients, of variables or of some rows."""
+    """Asserts one step of dense gradients, of variables or of some rows.
+
+    A rule that moves all rows moves the others, too.
+    """
+    if _native.rules()[self.rule].all_rows:
+      rows = None
     for i, grad in enumerate(grads):
       before = [row[i] for row in self.before]
       got = [self.states[name][i].numpy() for name in self.names]
       touched = slice(None) if rows is None else rows[i]
       if rows is not None:
         others = np.setdiff1d(np.arange(len(before[0])), touched)
-        for g, b in zip(got, before):
-          numerics.assert_same_bits(g[others], b[others])
+        arrays.assert_same_bits([g[others] for g in got],
+                                [b[others] for b in before])
       reference = numerics.reference(
           self.rule, [b[touched] if b.ndim else b for b in before],
           [grad[touched] if grad.ndim else grad], self.numbers)

@@ -15,18 +15,12 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 import numerics
 import wrapopt
 from modes import called
-from processes import run_python
+from processes import printed_by
 from wrapopt import _native
 from wrapopt import ops
 from wrapopt._loader import ops as raw
-from xla_programs import DTYPES
-from xla_programs import instructions
-from xla_programs import jit
-from xla_programs import name_of
-from xla_programs import Problem
-from xla_programs import program
-from xla_programs import RULES
-from xla_programs import SHAPES
+from xla_programs import (
+    DTYPES, instructions, jit, Problem, program, RULES, SHAPES)
 
 v1 = tf.compat.v1.train
 
@@ -57,7 +51,7 @@ def test_the_check_of_a_program():
     assert_compiled(assign, "Wrapopt>AveragingAssign")
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 @pytest.mark.parametrize("rule, nesterov", [
     (rule, nesterov) for rule in RULES for nesterov in (False, True)
     if not nesterov or "use_nesterov?" in _native.rules()[rule].scalars])
@@ -83,7 +77,7 @@ NOT_FINITE = (np.nan, np.inf, -np.inf)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("dtypes", [DTYPES[2], DTYPES[5]], ids=name_of)
+@pytest.mark.parametrize("dtypes", [DTYPES[2], DTYPES[5]], ids=numerics.name_of)
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_accepted_changes_nothing(rule, dtypes, sparse):
   problem = Problem(rule, dtypes, [(3, 2)])
@@ -101,8 +95,7 @@ def test_what_is_not_accepted_changes_nothing(rule, dtypes, sparse):
   # The same program takes a step where it may.
   step(tf.ones_like(grad), scalars, decays, tf.constant(True))
   assert step.experimental_get_tracing_count() == 1
-  for got, want in zip(problem.all_values(),
-                       [row[0] for row in problem.before]):
+  for got, [want] in zip(problem.all_values(), problem.before):
     assert (got != want).any()
 
 
@@ -125,6 +118,15 @@ def sparse_grad(rng, indices, shape, dtype):
   return values, sums, np.unique([i for i, _ in within]).astype(int)
 
 
+def sparse_step(problem):
+  """A program whose step has rows of values, and no dense gradients."""
+  @jit
+  def step(values, indices, _, scalars, decays, accept):
+    problem.apply([tf.IndexedSlices(v, indices) for v in values], scalars,
+                  decays, accept)
+  return step
+
+
 INDICES = {
     "one": [3],
     "none": [],
@@ -143,22 +145,16 @@ def test_indices(rule, indices):
   rng = np.random.default_rng(1)
   values, sums, rows = zip(*[
       sparse_grad(rng, indices, shape, np.float32) for shape in shapes])
-
-  @jit
-  def step(values, indices, _, scalars, decays, accept):
-    problem.apply([tf.IndexedSlices(v, indices) for v in values], scalars,
-                  decays, accept)
-
+  step = sparse_step(problem)
   args = [tf.constant(v) for v in values], tf.constant(
       np.int32(indices)), *problem.args()
   step(*args)
-  all_rows = _native.rules()[rule].all_rows
-  problem.check(sums, None if all_rows else rows)
+  problem.check(sums, rows)
   assert 'op_type="Wrapopt>Apply"' in program(step, *args)
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[5]],
-                         ids=name_of)
+                         ids=numerics.name_of)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sparse_step(rule, dtypes):
   shape = (6, 3)
@@ -166,14 +162,9 @@ def test_a_sparse_step(rule, dtypes):
   # Of one row no more than one gradient: their sum is rounded in their order.
   values, sums, rows = sparse_grad(
       np.random.default_rng(2), [5, 1, 2], shape, dtypes[1])
-
-  @jit
-  def step(values, indices, _, scalars, decays, accept):
-    problem.apply([tf.IndexedSlices(values, indices)], scalars, decays, accept)
-
-  step(tf.constant(values), tf.constant([5, 1, 2], tf.int64), *problem.args())
-  all_rows = _native.rules()[rule].all_rows
-  problem.check([sums], None if all_rows else [rows])
+  sparse_step(problem)([tf.constant(values)],
+                       tf.constant([5, 1, 2], tf.int64), *problem.args())
+  problem.check([sums], [rows])
 
 
 @pytest.mark.parametrize("index_dtype", [tf.int32, tf.int64])
@@ -195,13 +186,8 @@ def test_an_index_that_is_wide_does_not_become_another(index_dtype):
 @pytest.mark.parametrize("rule", ["Adam", "Momentum"])
 def test_a_sparse_step_of_an_empty_variable(rule, shape):
   problem = Problem(rule, DTYPES[2], [shape])
-
-  @jit
-  def step(values, _, scalars, decays, accept):
-    problem.apply([tf.IndexedSlices(values, tf.constant([1, 1]))], scalars,
-                  decays, accept)
-
-  step(tf.ones((2, shape[1])), *problem.args())
+  sparse_step(problem)([tf.ones((2, shape[1]))], tf.constant([1, 1]),
+                       *problem.args())
   problem.check_unchanged()
 
 
@@ -229,8 +215,7 @@ def test_a_sparse_gradient_of_dynamic_size(rule):
   assert "<=4" in program(step, *args)
   sums = np.zeros((5, 2))
   sums[[4, 1]] = values[[0, 2]]
-  all_rows = _native.rules()[rule].all_rows
-  problem.check([sums], None if all_rows else [np.array([1, 4])])
+  problem.check([sums], [np.array([1, 4])])
   # Another size, the same program.
   step(*args[:2], tf.constant([False] * 4), scalars, decays)
   assert step.experimental_get_tracing_count() == 1
@@ -565,16 +550,15 @@ CLUSTERS = ("--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit "
 
 @pytest.mark.parametrize("mode", ["function", "session", "ref session"])
 def test_autoclustering(mode, tmp_path):
-  process = run_python(
+  printed = printed_by(
       "-c", AUTOCLUSTERED, mode, TF_XLA_FLAGS=CLUSTERS,
       WRAPOPT_XLA_ON_CPU="",
       XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
-  assert process.returncode == 0, process.stderr
   # 1: the velocity is 1, then 3/4 + 1/2, so 1 goes to 3/4 and 7/16, and its
   # average to 7/8 and 21/32. Row 0 has its gradient twice: 2, then 1 + 1.
   w, e = np.float64([7, 14, 21]) / 16, np.float64([0, 32, 21]) / 16
   averages = [np.float64([21, 42, 63]) / 32, np.float64([12, 64, 63]) / 32]
-  assert process.stdout == f"{[x.tolist() for x in (w, e, *averages)]}\n"
+  assert printed == f"{[x.tolist() for x in (w, e, *averages)]}\n"
   types = set()
   for path in tmp_path.glob("*before_optimizations.txt"):
     types.update(re.findall(r'op_type="([^"]*)"', path.read_text()))
@@ -711,11 +695,10 @@ def test_autoclustering_that_is_switched_on(how, tmp_path):
         "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit "
         "--tf_xla_min_cluster_size=2")
     flags = str(tmp_path / "auto_jit")
-  process = run_python(
+  assert printed_by(
       "-c", LATER, WRAPOPT_XLA_ON_CPU="", TF_XLA_FLAGS=flags,
-      XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
-  assert process.returncode == 0, process.stderr
-  assert process.stdout == " ".join(["True"] * 9) + "\n"
+      XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+  ) == " ".join(["True"] * 9) + "\n"
   # XLA compiled the rest of the programs.
   hlo = "".join(path.read_text() for path in
                 tmp_path.glob("*before_optimizations.txt"))
@@ -756,10 +739,9 @@ print(*[later(4) == w for (_, later), w in zip(pairs, want)])
 
 
 def test_autoclustering_of_branches_that_is_switched_on_later():
-  process = run_python("-c", IN_BRANCHES, WRAPOPT_XLA_ON_CPU="",
-                       TF_XLA_FLAGS="--tf_xla_cpu_global_jit")
-  assert process.returncode == 0, process.stderr
-  assert process.stdout == "True True True\n"
+  assert printed_by("-c", IN_BRANCHES, WRAPOPT_XLA_ON_CPU="",
+                    TF_XLA_FLAGS="--tf_xla_cpu_global_jit"
+                    ) == "True True True\n"
 
 
 GATED = """
@@ -787,10 +769,9 @@ with tf.Graph().as_default():
 
 def test_autoclustering_of_a_gate_that_holds_gradients_back():
   # A step that is dropped has gradients of another shape.
-  process = run_python("-c", GATED, TF_XLA_FLAGS=CLUSTERS,
+  printed = printed_by("-c", GATED, TF_XLA_FLAGS=CLUSTERS,
                        WRAPOPT_XLA_ON_CPU="")
-  assert process.returncode == 0, process.stderr
-  assert process.stdout.splitlines() == [
+  assert printed.splitlines() == [
       "[1.0, 2.0]", "[0.5, 1.0]", "[0.25, 0.5]", *["[0.25, 0.5]"] * 3]
 
 
@@ -819,9 +800,8 @@ print(step.experimental_get_compiler_ir(tf.constant([1.0]))("hlo"))
 
 
 def test_a_library_that_is_loaded_after_the_first_compilation():
-  process = run_python("-c", LATE, WRAPOPT_XLA_ON_CPU="")
-  assert process.returncode == 0, process.stderr
-  values, hlo = process.stdout.split("\n", 1)
+  printed = printed_by("-c", LATE, WRAPOPT_XLA_ON_CPU="")
+  values, hlo = printed.split("\n", 1)
   assert values == "[-1.] [-1.5]"
   assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {
       f"Wrapopt>{name}" for name in ("Apply", "EmaUpdate", "AveragingAssign")}

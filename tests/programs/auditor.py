@@ -44,6 +44,11 @@ class Finding(AssertionError):
 # its float32 counterpart may have.
 
 
+def _class(package, name):
+  """A wrapper for Keras, or that of tf.compat.v1."""
+  return getattr(package, name if package is wk else f"{name}Optimizer")
+
+
 class MovingAverage:
   """s += (1 - decay) (v - s), by a function of the steps before this one."""
 
@@ -51,9 +56,7 @@ class MovingAverage:
     self.decay, self.arguments = decay, arguments
 
   def wrap(self, opt, package=wk):
-    cls = (package.MovingAverage if package is wk
-           else package.MovingAverageOptimizer)
-    return cls(opt, self.decay, **self.arguments)
+    return _class(package, "MovingAverage")(opt, self.decay, **self.arguments)
 
   def rate(self, t):
     start = self.arguments.get("start_step", 0)
@@ -91,9 +94,7 @@ class PrimalAverage(Between):
   """x += (z - x) / 4."""
 
   def wrap(self, opt, package=wk):
-    cls = (package.PrimalAverage if package is wk
-           else package.PrimalAverageOptimizer)
-    return cls(opt, self.momentum, 0.75)
+    return _class(package, "PrimalAverage")(opt, self.momentum, 0.75)
 
   def rate(self, t):
     return 0.25
@@ -103,9 +104,8 @@ class ScheduleFree(Between):
   """x is the mean of all z."""
 
   def wrap(self, opt, package=wk):
-    cls = (package.ScheduleFree if package is wk
-           else package.ScheduleFreeOptimizer)
-    return cls(opt, self.momentum, weight_lr_power=0)
+    return _class(package, "ScheduleFree")(
+        opt, self.momentum, weight_lr_power=0)
 
   def rate(self, t):
     return 1 / (t + 1)
@@ -178,9 +178,7 @@ class Stack(typing.NamedTuple):
     """The optimizer that trains: the last of `wrap`, perhaps in a gate."""
     if not self.gate:
       return opt
-    cls = (package.DropStaleGradient if package is wk
-           else package.DropStaleGradientOptimizer)
-    return cls(opt, 2)
+    return _class(package, "DropStaleGradient")(opt, 2)
 
   @property
   def parts(self):

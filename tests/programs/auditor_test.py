@@ -7,9 +7,7 @@ import pytest
 import tensorflow as tf
 
 import auditor
-from auditor import Finding
-from auditor import MovingAverage
-from auditor import Stack
+from auditor import Finding, MovingAverage, Stack
 import wrapopt
 
 tf1 = tf.compat.v1

@@ -13,9 +13,7 @@ import pytest
 import tensorflow as tf
 
 import auditor
-from auditor import Finding
-from auditor import Stack
-from auditor import WRAPPERS
+from auditor import Finding, Stack, WRAPPERS
 import pairwise
 from replicas import REPLICAS, mirrored
 import wrapopt.keras as wk

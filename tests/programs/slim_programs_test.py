@@ -10,8 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 import auditor
-from auditor import MovingAverage
-from auditor import Stack
+from auditor import MovingAverage, Stack
 
 # TensorFlow 2.21 looks for the layers of batch_norm where tf_keras was before.
 for name in ("", ".base", ".normalization"):

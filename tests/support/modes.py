@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import numerics
+import arrays
 
 tf1 = tf.compat.v1
 
@@ -123,6 +123,12 @@ class Graph:
     return [np.array(x) for x in self.session.run(list(variables))]
 
 
+def with_threads(use_resource, threads):
+  """A context of a Graph whose ops run in so many threads."""
+  return Graph(use_resource, intra_op_parallelism_threads=threads,
+               use_per_session_threads=True).entered()
+
+
 def graphs(**config):
   """One with resource variables, one with ref variables."""
   return [Graph(True, **config), Graph(False, **config)]
@@ -181,8 +187,7 @@ def refused(mode, variables, error, text, build):
   before = mode.values(variables)
   with pytest.raises(error, match=text):
     mode.run(build)
-  for got, want in zip(mode.values(variables), before):
-    numerics.assert_same_bits(got, want)
+  arrays.assert_same_bits(mode.values(variables), before)
 
 
 def builds(fits, build, text):
@@ -193,6 +198,15 @@ def builds(fits, build, text):
   with pytest.raises(ValueError) as error:
     build()
   assert text in str(error.value)
+
+
+def unknown_shape(tensor):
+  """A tensor of which the shape function knows nothing."""
+  return tf1.placeholder_with_default(tensor, shape=None)
+
+
+def op_types(graph):
+  return [op.type for op in graph.get_operations()]
 
 
 def shown(shape):

@@ -25,6 +25,22 @@ DTYPES = (HALF, BFLOAT16, FLOAT, DOUBLE)
 PAIRS = ((HALF, HALF), (HALF, FLOAT), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT),
          (FLOAT, FLOAT), (FLOAT, HALF), (FLOAT, BFLOAT16), (DOUBLE, DOUBLE))
 
+# Those of all variables that ops move and do not compute with.
+PLAIN_DTYPES = [*(np.dtype(name) for name in (
+    "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "bool", "complex64", "complex128")), *DTYPES]
+
+
+def name_of(value):
+  """The id of a parameter: of a dtype, of several of them, or another value."""
+  if isinstance(value, tuple):
+    return "-".join(map(name_of, value))
+  return np.dtype(value).name if isinstance(value, type) else str(value)
+
+
+def random(rng, shape, dtype):
+  return np.asarray(rng.standard_normal(shape)).astype(dtype)
+
 
 def ema(states, inputs, scalars):
   """s' = s + r (v - s)."""

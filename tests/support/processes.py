@@ -31,6 +31,13 @@ def run_python(*args, python=sys.executable, pythonpath=(), **env):
            **env})
 
 
+def printed_by(*args, **kwargs):
+  """What an interpreter prints that runs as by `run_python`, and succeeds."""
+  process = run_python(*args, **kwargs)
+  assert process.returncode == 0, process.stderr
+  return process.stdout
+
+
 _FORKS = """
 import json, os, sys
 load, use, settings = sys.argv[1:]
@@ -56,9 +63,8 @@ def run_forks(load, use, settings):
     use: Code that runs in a fork of that process for each of the settings.
     settings: Dicts of environment variables.
   """
-  process = run_python("-c", _FORKS, load, use, json.dumps(settings))
-  assert process.returncode == 0, process.stderr
-  return process.stdout.split("\f")[:-1]
+  return printed_by("-c", _FORKS, load, use, json.dumps(settings)).split(
+      "\f")[:-1]
 
 
 def marked(mark):

@@ -58,6 +58,22 @@ def descend(opt, *variables, step=None):
                              global_step=step)
 
 
+def in_mode(function, mode):
+  """The function for "eager"; traced for "function", compiled for "jit"."""
+  return function if mode == "eager" else tf.function(
+      function, jit_compile=mode == "jit")
+
+
+def stepping(opt, variables, mode="eager", as_fit=False):
+  """A function of gradients, which takes the step of a Keras optimizer."""
+  opt.build(variables)
+  if as_fit:
+    step = lambda *grads: opt.apply_gradients(zip(grads, variables))
+  else:
+    step = lambda *grads: opt.apply(list(grads), variables)
+  return in_mode(step, mode)
+
+
 def native_ops(function, *args):
   """Numbers of wrapopt's ops in the graph of a tf.function, by type."""
   graph = function.get_concrete_function(*args).graph.as_graph_def()

@@ -219,9 +219,8 @@ def test_threads():
             "print(harness.threads()); "
             "tf.config.threading.set_intra_op_parallelism_threads(7); "
             "print(harness.threads())")
-  done = processes.run_python("-c", script)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.split() == [str(len(os.sched_getaffinity(0))), "7"]
+  assert processes.printed_by("-c", script).split() == [
+      str(len(os.sched_getaffinity(0))), "7"]
 
 
 # The op of each contender's name is in its graph, and no other.
@@ -463,7 +462,6 @@ def test_command_errors(args, error, capsys, monkeypatch):
 
 
 def test_help_of_the_command():
-  done = processes.run_python("-m", "wrapopt.bench", "--help")
-  assert done.returncode == 0, done.stderr
-  assert "gate" in done.stdout
-  assert "The staleness gate: the cost of an admitted" in done.stdout
+  text = processes.printed_by("-m", "wrapopt.bench", "--help")
+  assert "gate" in text
+  assert "The staleness gate: the cost of an admitted" in text

@@ -71,9 +71,7 @@ print("custom-call" in program)
 
 @pytest.mark.parametrize("mode, calls", [("jit", "True"), ("hlo", "False")])
 def test_the_program_of_a_mode(mode, calls):
-  done = processes.run_python("-c", PROCESS, mode)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.split() == [calls]
+  assert processes.printed_by("-c", PROCESS, mode).split() == [calls]
 
 
 @pytest.mark.parametrize("name", bench.MODELS)

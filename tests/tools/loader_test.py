@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
-from processes import run_python
+from processes import printed_by, run_python
 from wrapopt import sysconfig
 
 BUILD = sysconfig._build_for(tf.__version__)
@@ -56,26 +56,31 @@ def import_beside(tmp_path):
     (tmp_path / "tensorflow" / "__init__.py").write_text(
         FAKE_TENSORFLOW.format(version=version, abi=abi,
                                include=str(tmp_path / "include")))
-    return _last_line(run_python("-c", "import wrapopt",
-                                 pythonpath=[str(tmp_path)]))
+    return _error("-c", "import wrapopt", path=tmp_path)
 
   return run
 
 
-def _last_line(process):
+def _error(*args, path, **env):
+  """The last line of an interpreter that finds a wrapopt in `path`, and fails.
+  """
+  process = run_python(*args, pythonpath=[str(path)], **env)
   assert process.returncode == 1, process
   return process.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", [
+EACH_IMPORT = pytest.mark.parametrize("arguments", [
     ("-c", "import wrapopt"), ("-c", "import wrapopt.sysconfig"),
     ("-m", "wrapopt")], ids=" ".join)
+
+
+@EACH_IMPORT
 def test_the_source_tree(tmp_path, arguments):
   tree = tmp_path / "wrapopt"
   shutil.copytree(os.path.dirname(wrapopt.__file__), tree,
                   ignore=shutil.ignore_patterns("*.so"))
   # -S: without TensorFlow, which there is no need for.
-  error = _last_line(run_python("-S", *arguments, pythonpath=[str(tmp_path)]))
+  error = _error("-S", *arguments, path=tmp_path)
   assert error == (
       f"ImportError: {tree} must hold the native library of wrapopt, got only "
       "its sources. Python searches the current folder before the installed "
@@ -83,9 +88,7 @@ def test_the_source_tree(tmp_path, arguments):
       "install wrapopt, run ./tools/quickstart.")
 
 
-@pytest.mark.parametrize("arguments", [
-    ("-c", "import wrapopt"), ("-c", "import wrapopt.sysconfig"),
-    ("-m", "wrapopt")], ids=" ".join)
+@EACH_IMPORT
 def test_a_wheel_as_an_archive(tmp_path, arguments):
   wheel = tmp_path / "wrapopt-0.1.0-py3-none-any.whl"
   package = os.path.dirname(wrapopt.__file__)
@@ -93,7 +96,7 @@ def test_a_wheel_as_an_archive(tmp_path, arguments):
                   ignore=lambda folder, names: [
                       x for x in names if "." in x and not x.endswith(".py")])
   os.replace(shutil.make_archive(str(wheel), "zip", tmp_path / "tree"), wheel)
-  error = _last_line(run_python("-S", *arguments, pythonpath=[str(wheel)]))
+  error = _error("-S", *arguments, path=wheel)
   assert error == (
       f"ImportError: {wheel}/wrapopt must be a folder, got a part of an "
       "archive, from which no native library can be loaded. Install wrapopt "
@@ -107,8 +110,7 @@ def test_a_native_library_that_cannot_be_opened(tmp_path):
   (library,) = tree.glob("_wrapopt_native.so")
   library.unlink()
   library.write_bytes(b"no library")
-  error = _last_line(run_python("-c", "import wrapopt",
-                                pythonpath=[str(tmp_path)]))
+  error = _error("-c", "import wrapopt", path=tmp_path)
   assert error.startswith(f"ImportError: {library}: file too short")
 
 
@@ -126,9 +128,9 @@ def test_no_tensorflow(program, tmp_path):
     os.symlink(os.path.dirname(importlib.import_module(package).__file__),
                tmp_path / package)
   # -S: without the folder that TensorFlow is installed in.
-  error = _last_line(run_python(
+  error = _error(
       "-S", "-c", f"import wrapopt, wrapopt.checkpoints\n{program}",
-      pythonpath=[str(tmp_path)]))
+      path=tmp_path)
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
       f"{MINOR}.*, but found none in /")
@@ -137,8 +139,7 @@ def test_no_tensorflow(program, tmp_path):
 
 def test_a_module_that_tensorflow_misses_is_named(tmp_path):
   (tmp_path / "tensorflow.py").write_text("import no_such_module")
-  error = _last_line(run_python("-c", "import wrapopt",
-                                pythonpath=[str(tmp_path)]))
+  error = _error("-c", "import wrapopt", path=tmp_path)
   assert error == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
@@ -166,8 +167,7 @@ def test_several_libraries(tmp_path):
   process = run_python("-c", program, pythonpath=beside,
                        TF_USE_LEGACY_KERAS="1")
   assert process.stdout == f"{tree}/{LIBRARY}\n", process.stderr
-  error = _last_line(run_python("-S", "-c", "import wrapopt; wrapopt.ops",
-                                pythonpath=[str(tmp_path)]))
+  error = _error("-S", "-c", "import wrapopt; wrapopt.ops", path=tmp_path)
   assert (f"was built for TensorFlow {_MAJOR}.9.*, {MINOR}.*, "
           f"{_MAJOR}.{_MINOR + 1}.*, but found none in") in error
 
@@ -219,9 +219,8 @@ def test_a_library_that_cannot_be_opened(tmp_path, content, why):
   library.unlink()
   if content:
     library.write_bytes(content)
-  error = _last_line(run_python("-c", "import wrapopt",
-                                pythonpath=[str(tmp_path)],
-                                TF_USE_LEGACY_KERAS="1"))
+  error = _error("-c", "import wrapopt", path=tmp_path,
+                 TF_USE_LEGACY_KERAS="1")
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
       f"{BUILD['tensorflow']}, but found a TensorFlow {tf.__version__} "
@@ -312,9 +311,7 @@ assert opened == made == [wrapopt.sysconfig.get_lib()], made
 
 def test_the_import_opens_the_library_and_has_no_other_effect():
   """The first op makes the functions of all ops."""
-  process = run_python("-c", IMPORT)
-  assert process.returncode == 0, process.stderr
-  assert process.stdout == ""
+  assert printed_by("-c", IMPORT) == ""
 
 
 AGAIN = """
@@ -401,5 +398,4 @@ for _, module in modules():
 
 
 def test_importing_again():
-  process = run_python("-c", AGAIN)
-  assert process.returncode == 0, process.stderr
+  printed_by("-c", AGAIN)

@@ -8,14 +8,12 @@ from tensorflow.python.framework import kernels
 from tensorflow.python.util import pywrap_xla_ops
 
 import wrapopt
-from processes import run_python
+from processes import printed_by
 from wrapopt import _native
 
 
 def run(**env):
-  process = run_python("-m", "wrapopt", **env)
-  assert process.returncode == 0, process.stderr
-  return process.stdout
+  return printed_by("-m", "wrapopt", **env)
 
 
 @pytest.fixture(scope="module")

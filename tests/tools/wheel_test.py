@@ -20,7 +20,7 @@ from packaging.version import Version
 import pytest
 import tensorflow as tf
 
-from processes import run_python
+from processes import printed_by, run_python
 
 # They come with TensorFlow, not with the system and not with wrapopt.
 TENSORFLOW_LIBRARIES = frozenset(
@@ -77,14 +77,12 @@ def test_installed_files_work(site, capsys, which):
     pytest.skip(f"there is no {python}, an interpreter with the other one of "
                 "tensorflow and tensorflow-cpu")
   # tools/wheel runs it too, with other versions of Python.
-  process = run_python("tests/tools/wheel_smoke.py", str(site), python=python,
+  printed = printed_by("tests/tools/wheel_smoke.py", str(site), python=python,
                        PYTHONPATH=str(site))
-  assert process.returncode == 0, process.stderr
   with capsys.disabled():
-    print(f"\nworks with {process.stdout.strip()}")
-  command = run_python("-m", "wrapopt", python=python, PYTHONPATH=str(site))
-  assert command.returncode == 0, command.stderr
-  assert f"library      {site}/wrapopt/{OPS}.so\n" in command.stdout
+    print(f"\nworks with {printed.strip()}")
+  assert f"library      {site}/wrapopt/{OPS}.so\n" in printed_by(
+      "-m", "wrapopt", python=python, PYTHONPATH=str(site))
 
 
 def test_tag(wheel):
@@ -311,9 +309,8 @@ def test_wheels_for_several_tensorflows_are_merged(tmp_path):
                 f"--file=p/o_{minor}.so={folder / f'o_{minor}.so'}",
                 f"--file=p/a.py={folder / 'a.py'}")
     wheels.append(folder / "out.whl")
-  process = run_python("tools/merge_wheels.py", str(tmp_path / "all"),
-                       *map(str, wheels), pythonpath=["tools"])
-  assert process.returncode == 0, process.stderr
+  printed_by("tools/merge_wheels.py", str(tmp_path / "all"),
+             *map(str, wheels), pythonpath=["tools"])
   with zipfile.ZipFile(tmp_path / "all" / "out.whl") as z:
     assert {"p/a.py", "p/o_20.so", "p/o_21.so"} < set(z.namelist())
     text = z.read("p-1.dist-info/METADATA").decode()

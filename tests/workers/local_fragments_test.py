@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same
 from local_parts import run_all, Servers, steps_of, wait_alone
 from processes import wait_until
 import wrapopt
@@ -42,9 +43,9 @@ def train(local, steps):
   return [v.numpy() for v in local.variables]
 
 
-def assert_same(got, want):
-  for a, b in zip(got, want, strict=True):
-    np.testing.assert_array_equal(a, b)
+@pytest.fixture
+def server():
+  return server_module.start()
 
 
 @pytest.fixture
@@ -92,9 +93,8 @@ def test_workers_of_other_fragments_are_refused(servers):
     make(zeros(), servers, "b", 2, fragments=3)
 
 
-def test_a_step_returns_while_values_travel():
+def test_a_step_returns_while_values_travel(server):
   """The other worker comes later, and this one goes on until then."""
-  server = server_module.start()
   w = tf.Variable([0.0])
   local = make([w], [server.target], "a", 2, wrapopt.LocalSGD, sync_every=4,
                overlap_steps=3, local_weight=0.5)
@@ -195,8 +195,7 @@ def test_what_ends_an_exchange(servers):
   local.leave()
 
 
-def test_an_exchange_that_waits_is_closed_at_once():
-  server = server_module.start()
+def test_an_exchange_that_waits_is_closed_at_once(server):
   local = make(zeros(), [server.target], "a", 2, overlap_steps=2,
                round_timeout_secs=600)
   train(local, 6)
@@ -207,9 +206,8 @@ def test_an_exchange_that_waits_is_closed_at_once():
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
-def test_an_error_of_an_exchange_is_raised_at_its_end(traced):
+def test_an_error_of_an_exchange_is_raised_at_its_end(traced, server):
   """What the server has of it counts in the next one."""
-  server = server_module.start()
   w = tf.Variable([0.0])
   local = make([w], [server.target], "a", 2, wrapopt.LocalSGD, sync_every=4,
                overlap_steps=2, round_timeout_secs=1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from arrays import assert_same
 from local_parts import (MOMENTUM, Oracle, RATE, run_all, Servers, steps_of,
                          wait_alone)
 from processes import wait_until
@@ -27,6 +28,11 @@ from wrapopt._local import _server
 
 
 X = tf.Variable([0.0], name="x")
+
+
+@pytest.fixture
+def server():
+  return server_module.start()
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}_servers")
@@ -49,10 +55,9 @@ def grad(worker, round_, shape):
   return np.float32(np.random.default_rng([worker, round_]).normal(size=shape))
 
 
-def test_first_outer_step_goes_1_33_of_the_way_to_the_mean():
+def test_first_outer_step_goes_1_33_of_the_way_to_the_mean(server):
   # Center 1, mean 0: D = 1, b = 1, center = 1 - 0.7 (1 + 0.9) = -0.33. Then
   # the mean is 1 below: D = 1, b = 1.9, center = -0.33 - 0.7 (1 + 1.71).
-  server = server_module.start()
   w = tf.Variable(1.0)
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1)
   w.assign_sub(1.0)
@@ -270,8 +275,7 @@ def test_a_late_worker_takes_the_center_and_overwrites_nothing(servers):
   assert not other.report.counted and other.round == 4
 
 
-def test_too_few_workers_are_an_error():
-  server = server_module.start()
+def test_too_few_workers_are_an_error(server):
   w = tf.Variable([1.0])
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 2, sync_every=1,
                round_timeout_secs=1)
@@ -316,8 +320,7 @@ def test_rounds_go_on_without_workers_that_have_left(servers, how):
   assert b == [a[0], a[1], a[4], a[5]] and c == a[:1]
 
 
-def test_a_worker_that_fails_has_not_left():
-  server = server_module.start()
+def test_a_worker_that_fails_has_not_left(server):
   new = lambda name, **kwargs: make(
       wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], name, 2,
       sync_every=1, round_timeout_secs=1, **kwargs)
@@ -386,8 +389,7 @@ def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
   assert said.startswith("The values of worker 'w1' do not count in round 1")
 
 
-def test_a_worker_without_values_does_not_begin_the_grace():
-  server = server_module.start()
+def test_a_worker_without_values_does_not_begin_the_grace(server):
   v, w = tf.Variable([np.float16(1)]), tf.Variable([np.float16(1)])
   bad, good = [
       make(wrapopt.LocalSGD, [x], [server.target], name, 2, min_workers=1,
@@ -436,8 +438,7 @@ def test_a_round_without_finite_values_is_an_error(traced, servers):
     np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
 
 
-def test_a_center_that_is_not_finite_is_an_error(tmp_path):
-  server = server_module.start()
+def test_a_center_that_is_not_finite_is_an_error(tmp_path, server):
   with pytest.raises(ValueError, match="must be finite.* got 'v:0' with NaN"):
     make(wrapopt.LocalSGD, [tf.Variable(np.nan, name="v")], [server.target],
          "a", 1)
@@ -512,8 +513,7 @@ def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
   assert got.stdout.split() == ["0", "0", "1"], got.stderr
 
 
-def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
-  server = server_module.start()
+def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch, server):
   w = tf.Variable([1.0])
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 2, sync_every=1,
                round_timeout_secs=1)
@@ -533,8 +533,7 @@ def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
   assert w.numpy() == [1.0] and steps_of(local) == 4
 
 
-def test_another_process_of_the_same_name_is_an_error():
-  server = server_module.start()
+def test_another_process_of_the_same_name_is_an_error(server):
   new = lambda name, **kwargs: make(
       wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], name, 2,
       sync_every=1, min_workers=1, grace_secs=0, **kwargs)
@@ -748,8 +747,7 @@ def test_a_center_is_read_by_no_worker(servers):
       wrapopt.read_center(servers[::-1], "job")
 
 
-def test_commands_for_servers(capsys, monkeypatch):
-  server = server_module.start()
+def test_commands_for_servers(capsys, monkeypatch, server):
   address = server.target.removeprefix("grpc://")
 
   def command(*words):
@@ -800,9 +798,7 @@ def test_dtypes_and_mixes(dtype, servers):
     np.testing.assert_allclose(statistic, [(2.0 + 4.0 * k) / 2, 1.0])
 
 
-def test_examples_are_weights():
-  server = server_module.start()
-
+def test_examples_are_weights(server):
   def worker(k):
     w = tf.Variable([0.0])
     local = make(wrapopt.LocalSGD, [w], [server.target], f"w{k}", 2,
@@ -824,8 +820,8 @@ def test_examples_are_weights():
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["python", "graph"])
-def test_examples_of_a_round_are_those_of_its_steps(in_graph, monkeypatch):
-  server = server_module.start()
+def test_examples_of_a_round_are_those_of_its_steps(
+    in_graph, monkeypatch, server):
   w = tf.Variable([0.0])
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=5,
                weight="examples")
@@ -844,8 +840,7 @@ def test_examples_of_a_round_are_those_of_its_steps(in_graph, monkeypatch):
   assert weights == [15] * 30
 
 
-def test_step_in_a_function_that_xla_compiles_is_an_error():
-  server = server_module.start()
+def test_step_in_a_function_that_xla_compiles_is_an_error(server):
   w = tf.Variable([0.0])
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
   with pytest.raises(NotImplementedError, match="XLA compiles"):
@@ -968,8 +963,7 @@ def test_codes_of_several_dtypes_in_a_function(servers):
       with pytest.raises(tf.errors.InvalidArgumentError, match="No worker of"):
         step()
       local.take_center()
-      for got, want in zip(member(local).center, center):
-        np.testing.assert_array_equal(got, want)
+      assert_same(member(local).center, center)
       assert member(local).errors is errors
       continue
     step()
@@ -979,8 +973,7 @@ def test_codes_of_several_dtypes_in_a_function(servers):
     assert abs(statistic.numpy() - [r, 1.0, 2.0]).max() < 0.05
 
 
-def test_progress_and_scalars(tmp_path, capsys):
-  server = server_module.start()
+def test_progress_and_scalars(tmp_path, capsys, server):
   w = tf.Variable([1.0, 2.0])
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, progress=True)
   with tf.summary.create_file_writer(str(tmp_path)).as_default():
@@ -1001,9 +994,9 @@ def test_progress_and_scalars(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_worker_that_has_missed_the_center_takes_it(traced, monkeypatch):
+def test_a_worker_that_has_missed_the_center_takes_it(
+    traced, monkeypatch, server):
   """The round has ended, but an error comes before the center is assigned."""
-  server = server_module.start()
   w = tf.Variable(0.0)
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1,
                progress=True)
@@ -1070,9 +1063,8 @@ def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
   assert local.report.counted and alive == 4 * [[]]
 
 
-def test_an_error_is_not_searched_for_names_of_ops():
+def test_an_error_is_not_searched_for_names_of_ops(server):
   """TensorFlow's session searches the text, in the square of its length."""
-  server = server_module.start()
   w = tf.Variable(1.0)
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
   [server] = member(local)._servers
@@ -1088,7 +1080,7 @@ def test_an_error_is_not_searched_for_names_of_ops():
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
-def test_a_call_takes_half_a_second_of_a_slow_link(monkeypatch, dtype):
+def test_a_call_takes_half_a_second_of_a_slow_link(monkeypatch, dtype, server):
   rate, now, calls = math.inf, 0.0, []  # Bytes a second; seconds; bytes.
   run = _server.Server._run
 
@@ -1104,7 +1096,6 @@ def test_a_call_takes_half_a_second_of_a_slow_link(monkeypatch, dtype):
   monkeypatch.setattr(_server.Server, "_run", run_slowly)
   monkeypatch.setattr(_server, "time", types.SimpleNamespace(
       monotonic=lambda: now, time_ns=time.time_ns))
-  server = server_module.start()
   w = tf.Variable(tf.zeros([3 * 2**20 + 1]))  # Of 12 MiB and 4 bytes.
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=1,
                dtype=dtype)
@@ -1259,8 +1250,7 @@ def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
     local.close()  # It would wait for servers that are gone.
 
 
-def test_a_checkpoint_of_other_variables_is_an_error(tmp_path):
-  server = server_module.start()
+def test_a_checkpoint_of_other_variables_is_an_error(tmp_path, server):
   new = lambda variables, **kwargs: make(
       wrapopt.LocalSGD, variables, [server.target], "a", 1,
       resume=True, **kwargs)

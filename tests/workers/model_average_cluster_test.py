@@ -62,6 +62,14 @@ class Job:
     return self.results[job, number].result(60)
 
 
+def two_workers(cluster, **options):
+  """A Job of a chief, whose first step is of 1, and a worker: of 2."""
+  job = Job(cluster, **options)
+  job.start("chief", gradient=-1.0)
+  job.start("worker", gradient=-2.0)
+  return job
+
+
 def own(log, model=0):
   """Of a log: the first variable after each step; the second is the same."""
   assert all(entry[model][0][0] == entry[model][0][1] for entry in log)
@@ -84,9 +92,7 @@ def test_the_trace_of_1_15(cluster, v2, use_resource):
 
   The first round has the mean of 2 and 4, and so on.
   """
-  job = Job(cluster, steps=6, v2=v2, use_resource=use_resource)
-  job.start("chief", gradient=-1.0)
-  job.start("worker", gradient=-2.0)
+  job = two_workers(cluster, steps=6, v2=v2, use_resource=use_resource)
   chief, worker = job.result("chief"), job.result("worker")
   assert own(chief) == [0, 1, 3, 4, 6, 7, 9]
   assert own(worker) == [0, 2, 3, 5, 6, 8, 9]
@@ -104,9 +110,7 @@ def test_a_worker_starts_from_the_centers(cluster):
 
 def test_slots_are_the_workers_own(cluster):
   """A session of a worker that is not the chief is ready; momentum goes on."""
-  job = Job(cluster, steps=4, inner="momentum")
-  job.start("chief", gradient=-1.0)
-  job.start("worker", gradient=-2.0)
+  job = two_workers(cluster, steps=4, inner="momentum")
   # Steps of 1, 2, 3, 4 and of 2, 4, 6, 8: means 4.5, and 4.5 + 10.5.
   assert own(job.result("chief")) == [0, 1, 4.5, 7.5, 15]
   assert own(job.result("worker")) == [0, 2, 4.5, 10.5, 15]
@@ -121,9 +125,7 @@ def test_slots_are_the_workers_own(cluster):
 def test_moving_averages_are_the_workers_own(cluster, moving_average, chief,
                                              worker):
   """A session of a worker that is not the chief is ready."""
-  job = Job(cluster, steps=2, moving_average=moving_average)
-  job.start("chief", gradient=-1.0)
-  job.start("worker", gradient=-2.0)
+  job = two_workers(cluster, steps=2, moving_average=moving_average)
   for name, want in (("chief", chief), ("worker", worker)):
     assert [entry[0][3] for entry in job.result(name)] == [[x] * 2
                                                            for x in want]
@@ -153,9 +155,7 @@ def test_the_mean_of_large_numbers_is_one(cluster, dtype):
 
 def test_two_optimizers(cluster):
   """In one graph, of one name; each has rounds of its own."""
-  job = Job(cluster, steps=4, models=2)
-  job.start("chief", gradient=-1.0)
-  job.start("worker", gradient=-2.0)
+  job = two_workers(cluster, steps=4, models=2)
   for log in job.result("chief"), job.result("worker"):
     assert center(log) == [0, 0, 3, 3, 6]
     assert center(log, 1) == [0, 0, 6, 6, 12]
@@ -315,10 +315,8 @@ class TestRestarts:
     """The chief restores the centers there, and all start from them."""
     go = str(tmp_path / "go")
     with new_cluster(ps=1, chief=1, worker=1) as c:
-      job = Job(c, interval=2, steps=9, hold={5: go},
-                checkpoint=str(tmp_path / "checkpoint"))
-      job.start("chief", gradient=-1.0)
-      job.start("worker", gradient=-2.0)
+      job = two_workers(c, interval=2, steps=9, hold={5: go},
+                        checkpoint=str(tmp_path / "checkpoint"))
       job.until_step(5, "chief")
       job.until_step(5, "worker")
       c.restart("ps", 0)
@@ -331,17 +329,14 @@ class TestRestarts:
 
   def test_of_all(self, tmp_path):
     """1.15 went on from initial values, and saved those."""
-    options = {"checkpoint": str(tmp_path), "interval": 2, "prefix": "job"}
+    options = {"checkpoint": str(tmp_path), "interval": 2, "prefix": "job",
+               "initial": 1.0}
     with new_cluster(ps=1, chief=1, worker=1) as c:
-      job = Job(c, steps=4, **options)
-      job.start("chief", gradient=-1.0, initial=1.0)
-      job.start("worker", gradient=-2.0, initial=1.0)
+      job = two_workers(c, steps=4, **options)
       assert center(job.result("chief")) == [1, 1, 4, 4, 7]
       job.result("worker")
     with new_cluster(ps=1, chief=1, worker=1) as c:
-      job = Job(c, steps=2, **options)
-      job.start("chief", gradient=-1.0, initial=1.0)
-      job.start("worker", gradient=-2.0, initial=1.0)
+      job = two_workers(c, steps=2, **options)
       chief, worker = job.result("chief"), job.result("worker")
       assert own(chief) == [7, 8, 10]
       assert own(worker) == [7, 9, 10]
