@@ -50,8 +50,9 @@ def main():
     return 0 if "--cases=night" in options and (
         status == pytest.ExitCode.NO_TESTS_COLLECTED) else status
 
-  if "TEST_SHARD_STATUS_FILE" in os.environ:
-    pathlib.Path(os.environ["TEST_SHARD_STATUS_FILE"]).touch()
+  shards = os.environ.pop("TEST_SHARD_STATUS_FILE", None)
+  if shards:
+    pathlib.Path(shards).touch()
     files = files[int(os.environ["TEST_SHARD_INDEX"])::
                   int(os.environ["TEST_TOTAL_SHARDS"])]
   import tensorflow  # pylint: disable=g-import-not-at-top,unused-import
