@@ -39,8 +39,7 @@ _PLAIN, _STOCK, _WRAPOPT, _WITHOUT = CONTENDERS = (
 
 _V1 = {
     "SGD": lambda: tf.compat.v1.train.GradientDescentOptimizer(_RATE),
-    "LazyAdam": lambda: LazyAdamOptimizer(_ADAM_RATE),
-}
+    "LazyAdam": lambda: LazyAdamOptimizer(_ADAM_RATE)}
 
 
 def _uniform(rng, rows, count):
@@ -246,8 +245,7 @@ def _in_keras(problem, jit):
 MODES = {
     "session": _in_session,
     "keras": lambda problem: _in_keras(problem, False),
-    "keras-jit": lambda problem: _in_keras(problem, True),
-}
+    "keras-jit": lambda problem: _in_keras(problem, True)}
 
 
 def check(problem, training):

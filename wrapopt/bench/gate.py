@@ -47,14 +47,11 @@ _ALL, _NONE = 10**9, -1  # Limits of staleness.
 _OF_WORKERS = {
     "Keras's Adam": (),
     "MovingAverage": ("MovingAverage", 0.999),
-    "DropStaleGradient": ("DropStaleGradient", _ALL),
-}
+    "DropStaleGradient": ("DropStaleGradient", _ALL)}
 # {kind of step: (shapes of the variables, seconds of waiting)}.
 KINDS = {
-    "tiny": ([(8,)] * 4, 0.0),
-    "waiting": ([(8,)] * 4, 0.02),
-    "21 MB": ([(1280, 1024)] * 4, 0.0),
-}
+    "tiny": ([(8,)] * 4, 0.0), "waiting": ([(8,)] * 4, 0.02),
+    "21 MB": ([(1280, 1024)] * 4, 0.0)}
 
 
 def add_arguments(parser):

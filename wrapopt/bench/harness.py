@@ -41,16 +41,11 @@ def environment():
   gpus = [tf.config.experimental.get_device_details(gpu)["device_name"]
           for gpu in tf.config.list_physical_devices("GPU")]
   return {
-      "wrapopt": __version__,
-      "TensorFlow": tf.__version__,
-      **torch,
-      "kernels": _native.cpu_isa(),
-      "threads": threads(),
-      "processor": _processor(),
-      **({"GPU": gpus} if gpus else {}),
+      "wrapopt": __version__, "TensorFlow": tf.__version__, **torch,
+      "kernels": _native.cpu_isa(), "threads": threads(),
+      "processor": _processor(), **({"GPU": gpus} if gpus else {}),
       # If it is above 0 at the start, other work uses the processor.
-      "load": round(os.getloadavg()[0], 2),
-  }
+      "load": round(os.getloadavg()[0], 2)}
 
 
 def busy_cores(seconds=0.5):
@@ -193,7 +188,8 @@ class Contest:
         peer = (seconds.get((mode, peer)) if isinstance(peer, str) else
                 fastest(peer))
         if peer is not None:
-          result[what] = _compared(what, times, peer)
+          result[what] = (speedup(peer, times) if what.startswith("x_") else
+                          speedup(times, peer))
       self.results.append({**result, "rounds": n_rounds})
     return self.results
 
@@ -206,8 +202,6 @@ class Contest:
     A pass only adds, to as many arrays as contenders write.
     """
     counts = sorted(set(self._written.values()))
-    if not counts:
-      return {}, []
     made, passes = {}, {}
 
     def place():
@@ -220,16 +214,11 @@ class Contest:
       passes[_limit(n)] = functools.partial(
           lambda n: made[n].run(threads()), n)
       self._written[_limit(n)] = n
-    return passes, [place]
+    return passes, [place] if counts else []
 
 
 def _limit(arrays):
   return None, f"streaming limit, {arrays} array{'s' * (arrays > 1)}"
-
-
-def _compared(what, times, peer):
-  """A figure of `Contest.peers`: the median of the rounds'."""
-  return speedup(peer, times) if what.startswith("x_") else speedup(times, peer)
 
 
 def check(contenders, state, expected, place=None):

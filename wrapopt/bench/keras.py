@@ -96,11 +96,8 @@ def _text(batch, length, words):
 
 _call = functools.partial
 _OPTIMIZERS = {
-    "Adam": _call(keras.optimizers.Adam, 1e-3),
-    "SGD": _call(keras.optimizers.SGD, 1e-2),
-    "AdamW": _call(keras.optimizers.AdamW, 1e-3),
-    "Lion": _call(keras.optimizers.Lion, 1e-4),
-}
+    name: _call(getattr(keras.optimizers, name), rate) for name, rate in (
+        ("Adam", 1e-3), ("SGD", 1e-2), ("AdamW", 1e-3), ("Lion", 1e-4))}
 # {name: (function of the inputs, which returns the outputs; function that
 # returns inputs and targets; loss; function of Keras's `use_ema` arguments,
 # which makes the optimizer)}. Another process gets them, so none is a lambda.

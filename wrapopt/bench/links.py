@@ -40,14 +40,11 @@ _STEPS, _STEP_SECS = 128, 0.03
 _RATES = (10, 50, 200, 1000)
 _PUBLISHED = {50: 0.116, 200: 0.361, 1000: 0.715}  # torchft, by megabits.
 _VARIANTS = {
-    "plain": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "int8"},
+    "plain": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"dtype": "int8"},
     "int4": {"dtype": "int4"},
     "int4, 120 steps overlap": {"dtype": "int4", "overlap_steps": 120},
     # Workers that have nothing to send reach the most that a machine allows.
-    "440 numbers, 120 steps overlap": {"numbers": 10, "overlap_steps": 120},
-}
+    "440 numbers, 120 steps overlap": {"numbers": 10, "overlap_steps": 120}}
 
 
 def add_arguments(parser):

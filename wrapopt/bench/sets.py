@@ -51,11 +51,8 @@ def _bert_base():
 
 
 VARIABLE_SETS = {
-    "2x4096x4096": [(4096, 4096)] * 2,
-    "resnet50": _resnet50(),
-    "400x256": [(256,)] * 400,
-    "bert-base": _bert_base(),
-}
+    "2x4096x4096": [(4096, 4096)] * 2, "resnet50": _resnet50(),
+    "400x256": [(256,)] * 400, "bert-base": _bert_base()}
 
 
 def sizes(shapes):

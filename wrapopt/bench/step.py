@@ -48,8 +48,7 @@ V1 = {
     "Momentum": lambda: _tf1.train.MomentumOptimizer(1e-3, 0.9),
     "Adam": lambda: _tf1.train.AdamOptimizer(1e-3),
     "Adagrad": lambda: _tf1.train.AdagradOptimizer(1e-3),
-    "RMSProp": lambda: _tf1.train.RMSPropOptimizer(1e-3, momentum=0.9),
-}
+    "RMSProp": lambda: _tf1.train.RMSPropOptimizer(1e-3, momentum=0.9)}
 _STOCK, _STOCK_EMA = "stock", "stock + EMA"
 # {contender: the number of averages of a variable}.
 _WRAPOPT = {f"wrapopt K={k}": k for k in (0, 1, len(_DECAYS))}
@@ -74,20 +73,16 @@ KERAS = {
             lambda: keras.optimizers.ScheduleFreeAdamW(1e-3), 4),
         "SGD, momentum": (_momentum, 2),
         "ScheduleFree(SGD)": (lambda: _wrapped(
-            "ScheduleFree", lambda: keras.optimizers.SGD(1e-3)), 2),
-    },
+            "ScheduleFree", lambda: keras.optimizers.SGD(1e-3)), 2)},
     "averages": {
         _ADAM: (_adam, 3),
         _AVERAGE: (lambda: _wrapped("MovingAverage", _adam), 4),
         "BEMA(Adam)": (
             lambda: _wrapped("MovingAverage", _adam, wrapopt.BEMA()), 4),
-        "PrimalAverage(Adam)": (lambda: _wrapped("PrimalAverage", _adam), 4),
-    },
-}
+        "PrimalAverage(Adam)": (lambda: _wrapped("PrimalAverage", _adam), 4)}}
 _V1_FREE = {
     _ADAM: V1["Adam"],
-    _FREE: lambda: wrapopt.ScheduleFreeOptimizer(V1["Adam"]()),
-}
+    _FREE: lambda: wrapopt.ScheduleFreeOptimizer(V1["Adam"]())}
 # {optimizer: (a class of PyTorch, its arguments)}.
 _IN_TORCH = {
     "SGD": ("torch.optim.SGD", {"lr": 1e-3}),
@@ -95,8 +90,7 @@ _IN_TORCH = {
     "Adam": ("torch.optim.Adam", {"lr": 1e-3}),
     "Adagrad": ("torch.optim.Adagrad", {"lr": 1e-3}),
     "RMSProp": ("torch.optim.RMSprop", {"lr": 1e-3, "momentum": 0.9}),
-    "Schedule-Free": ("schedulefree.AdamWScheduleFree", {"lr": 1e-3}),
-}
+    "Schedule-Free": ("schedulefree.AdamWScheduleFree", {"lr": 1e-3})}
 _SESSION, _TORCH = "v1 session", "PyTorch"
 _PEERS = {"x_stock": _STOCK, "x_stock_ema": _STOCK_EMA,
           "x_torch": [(_TORCH, "fused"), (_TORCH, "foreach")],
@@ -369,8 +363,7 @@ MODES = {
     _SESSION: lambda make: harness.in_session(lambda: graph(make)),
     "tf.function": in_functions,
     "jit": lambda make: in_functions(make, jit_compile=True),
-    "eager": _eagerly,
-}
+    "eager": _eagerly}
 
 
 @contextlib.contextmanager

@@ -311,5 +311,4 @@ BLOCKS = {
     "keras-gpu": _keras("keras-gpu"),
     "keras-busy": _keras("keras-busy"),
     "embedding-uniform": _embedding("uniform"),
-    "embedding-zipf": _embedding("zipf"),
-}
+    "embedding-zipf": _embedding("zipf")}

@@ -19,10 +19,8 @@ class Steps:
 
   def __init__(self, shapes, name, arguments, decay, threads):
     torch.set_num_threads(threads)
-    self._shapes = shapes
-    self._name = name
-    self._arguments = arguments
-    self._decay = decay
+    self._shapes, self._decay = shapes, decay
+    self._name, self._arguments = name, arguments
     self._placed = {"fused": None, "foreach": None}
 
   def place(self):
