@@ -159,6 +159,7 @@ class Task:
   """This process, a task of a cluster.
 
   Attributes:
+    device: Its device.
     job: The name of its job.
     number: Its number in the job.
     report: A function that passes its argument to the process that waits.
@@ -170,16 +171,12 @@ class Task:
 
   def __init__(self, spec, job, number, report):
     self.job, self.number, self.spec = job, number, spec
-    self.report = report
+    self.device, self.report = f"/job:{job}/task:{number}", report
     self.server = None if job not in spec else tf.distribute.Server(
         tf.train.ClusterSpec(spec), job_name=job, task_index=number,
         # Many processes share this machine.
         config=tf1.ConfigProto(intra_op_parallelism_threads=1,
                                inter_op_parallelism_threads=8))
-
-  @property
-  def device(self):
-    return f"/job:{self.job}/task:{self.number}"
 
   def placement(self):
     """A device function: variables on the parameter servers, other ops here."""
@@ -258,9 +255,8 @@ def _run(pipe, functions, spec, job, number):
   threading.Thread(target=_end_with_parent, daemon=True).start()
   # On this machine, without a GPU.
   os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-  for name in ("http_proxy", "https_proxy", "grpc_proxy"):
-    os.environ.pop(name, None)
-    os.environ.pop(name.upper(), None)
+  for name in [x for x in os.environ if x.lower().endswith("_proxy")]:
+    del os.environ[name]
   _log_lost_sessions()
   task = Task(spec, job, number, lambda value: pipe.send(("report", value)))
   with contextlib.suppress(EOFError, OSError):  # The parent has ended.

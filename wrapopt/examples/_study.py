@@ -1,72 +1,64 @@
 """A study: contenders are tuned on tasks, trained, and compared."""
 
-import functools
-from typing import Any, NamedTuple
-
 import numpy as np
 
-from wrapopt.examples import _command
-from wrapopt.examples import _plots
+from wrapopt.examples import _report
 
 
-class Found(NamedTuple):
-  """The results of a contender in a task.
-
-  Attributes:
-    best: The setting of the least error on validation data, or None.
-    tried: [(setting, its error)].
-    errors: The result of the training function for each seed.
-  """
-  best: Any
-  tried: list
-  errors: list
-
-
-def compare(tasks, contenders, trainer_of, points, tuning_seeds, seeds):
+def compare(tasks, names, contenders, trainer_of, steps, tuning_seeds, seeds,
+            quick):
   """Tunes all contenders in all tasks, and trains them with their best setting.
 
   Args:
-    tasks: The names of the tasks.
+    tasks: {name: `_tasks.Task`}.
+    names: Those of the tasks to compare in.
     contenders: {contender: the settings to choose from}. There may be none.
-    trainer_of: A function of a task and of {contender: Found} so far, which
-      returns a function of a contender, a setting, a seed, the points after
-      which to evaluate, and the part of the data to evaluate on. It trains once
-      and returns the errors, or rows that end with an error.
-    points: The points after which to evaluate. The tuning uses the last one.
+    trainer_of: A function of a task's name, what it loads and its results so
+      far, which returns a function of a contender, a setting, a seed, the
+      points after which to evaluate, and the part of the data to evaluate on.
+      It trains once and returns the errors, or rows that end with an error.
+    steps: The steps of a training. The tuning evaluates after the last one.
     tuning_seeds: The seeds of the runs that choose a setting.
-    seeds: The seeds of the runs that are measured.
+    seeds: The number of the runs that are measured.
+    quick: Whether to use few data, settings and evaluations.
 
   Returns:
-    {task: {contender: Found}}.
+    Results: the points after which a training is evaluated, and for each task
+    and contender a dict: the "best" setting, of the least error on validation
+    data, or None; those that were "tried", [(setting, its error)]; and the
+    "errors", what the training returned for each seed.
   """
-  runs = sum(len(settings) * len(tuning_seeds) + len(seeds)
+  points = _report.points(steps, 4 if quick else 12)
+  if quick:  # Two settings of the middle.
+    tuning_seeds = tuning_seeds[:1]
+    contenders = {contender: settings[len(settings) // 2:][:2]
+                  for contender, settings in contenders.items()}
+  runs = sum(len(settings) * len(tuning_seeds) + seeds
              for settings in contenders.values())
   results = {}
-  with _command.progress(total=len(tasks) * runs) as progress:
+  with _report.progress(total=len(names) * runs) as progress:
 
-    def train_all(train_one, task, contender, setting, seeds, *evaluation):
-      progress.set_postfix_str(f"{task}: {contender}")
+    def train_all(train, contender, setting, seeds, *evaluation):
       errors = []
       for seed in seeds:
-        errors.append(train_one(contender, setting, seed, *evaluation))
+        errors.append(train(contender, setting, seed, *evaluation))
         progress.update()
       return errors
 
-    for task in tasks:
-      results[task] = found = {}
-      train = functools.partial(train_all, trainer_of(task, found), task)
+    for name in names:
+      results[name] = found = {}
+      train = trainer_of(name, tasks[name].load(12 if quick else 120), found)
       for contender, settings in contenders.items():
-        tried = []
-        for setting in settings:
-          errors = train(contender, setting, tuning_seeds, points[-1:],
-                         "validation")
-          tried.append((setting, float(np.mean(_last(errors)))))
+        progress.set_postfix_str(f"{name}: {contender}")
+        tried = [(setting, float(np.mean(_last(train_all(
+            train, contender, setting, tuning_seeds, points[-1:],
+            "validation"))))) for setting in settings]
         # A run that diverges may have no number as its error.
         best, _ = min(tried, default=(None, None),
                       key=lambda of: np.nan_to_num(of[1], nan=np.inf))
-        found[contender] = Found(best, tried, train(
-            contender, best, seeds, points, "held_out"))
-  return results
+        found[contender] = {"best": best, "tried": tried, "errors": train_all(
+            train, contender, best, range(seeds), points, "held_out")}
+  return {"points": points, "tasks": results}
 
 
 def _last(errors):
@@ -74,32 +66,22 @@ def _last(errors):
   return np.array([np.ravel(of_seed)[-1] for of_seed in errors])
 
 
-def of_seeds(errors):
+def of_seeds(found):
   """The mean, the least and the largest of the last errors of all seeds."""
-  last = _last(errors)
+  last = _last(found["errors"])
   return f"{last.mean():.2f} ({last.min():.2f} - {last.max():.2f})"
 
 
-def print_tables(results, tasks, when, header, cells):
-  """Prints the table of each task.
-
-  Args:
-    results: As those of `compare`.
-    tasks: {name: `_tasks.Task`}.
-    when: On what the errors were measured.
-    header: The names of more columns.
-    cells: A function of a Found that returns what these show.
-  """
-  for name, found in results.items():
-    _command.print_table(
-        f"{name}: {tasks[name].label}, {when}",
-        ["", "mean (least - largest)", *header],
-        [[contender, of_seeds(of.errors), *cells(of)]
-         for contender, of in found.items()])
+def print_table(title, found, header, cells):
+  """Prints {contender: results}; `cells` of them are what `header` names."""
+  _report.print_table(
+      title, ["", "mean (least - largest)", *header],
+      [[contender, of_seeds(of), *cells(of)]
+       for contender, of in found.items()])
 
 
-def panel(title, label, points, errors, styles):
-  """The curves of {contender: errors of the seeds} over the points."""
-  return _plots.Panel(title, label, {
-      contender: (points, y, styles[contender])
-      for contender, y in errors.items()})
+def panel(title, label, found, points, styles):
+  """The curves of {contender: results} over the points."""
+  return ({contender: (points, of["errors"], styles[contender])
+           for contender, of in found.items()},
+          {"title": title, "ylabel": label})

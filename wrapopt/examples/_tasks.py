@@ -1,6 +1,7 @@
 """Data sets, models and errors of the examples."""
 
 import ast
+import collections
 from collections.abc import Callable
 import contextlib
 import itertools
@@ -15,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _extras
-from wrapopt.examples import _command
-from wrapopt.examples import _plots
+from wrapopt.examples import _report
 
 tf1 = tf.compat.v1
 layers = keras.layers
+cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
 
 
 def load_scans():
@@ -71,12 +72,10 @@ def logits_of(images):
       return bias + (tf.matmul(x, kernel) if len(shape) == 2 else
                      tf.nn.conv2d(x, kernel, strides=1, padding="SAME"))
 
-  x = tf.nn.relu(layer("conv1", images, 3, 3, 1, 16))
-  x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-  x = tf.nn.relu(layer("conv2", x, 3, 3, 16, 32))
-  x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-  x = tf.reshape(x, [-1, 2 * 2 * 32])
-  x = tf.nn.relu(layer("dense1", x, 2 * 2 * 32, 64))
+  relu, pool = tf.nn.relu, lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID")
+  x = pool(relu(layer("conv1", images, 3, 3, 1, 16)))
+  x = pool(relu(layer("conv2", x, 3, 3, 16, 32)))
+  x = relu(layer("dense1", tf.reshape(x, [-1, 128]), 128, 64))
   return layer("dense2", x, 64, 10)
 
 
@@ -101,8 +100,7 @@ class GraphNet:
       record: A function that returns the context in which weights are read.
     """
     self._batches = batches(data, size, seed)
-    self._held_out = held_out
-    self.samples = len(data[0])
+    self._held_out, self.samples = held_out, len(data[0])
     self._inputs = x, y = [
         tf1.placeholder(part.dtype, [None, *part.shape[1:]]) for part in data]
     with record():
@@ -122,92 +120,90 @@ class GraphNet:
 
 
 def make_net():
-  return stack(
-      [keras.Input((8, 8, 1)),
-       layers.Conv2D(16, 3, padding="same", activation="relu"),
-       layers.MaxPooling2D(),
-       layers.Conv2D(32, 3, padding="same", activation="relu"),
-       layers.MaxPooling2D(), layers.Flatten()], 64, 10)
+  return _make_convolutional((16, 32), lambda n: [
+      layers.Conv2D(n, 3, padding="same", activation="relu")], 64, 10)
 
 
 # Other nets.
 
 
-def stack(first, *sizes):
-  """The layers `first`, and dense layers of these sizes."""
-  *hidden, last = sizes
-  return keras.Sequential([
-      *first, *(layers.Dense(size, "relu") for size in hidden),
-      layers.Dense(last)])
-
-
 def make_normalized(*filters):
   """A net of the digits: convolutions with batch normalizations."""
-  convolutions = itertools.chain.from_iterable(
-      (layers.Conv2D(n, 3, padding="same", use_bias=False),
-       layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D())
-      for n in filters)
-  return stack([keras.Input((8, 8, 1)), *convolutions, layers.Flatten()], 10)
+  return _make_convolutional(filters, lambda n: [
+      layers.Conv2D(n, 3, padding="same", use_bias=False),
+      layers.BatchNormalization(), layers.ReLU()], 10)
+
+
+def _make_convolutional(filters, block, *sizes):
+  return _stack([keras.Input((8, 8, 1)), *itertools.chain.from_iterable(
+      [*block(n), layers.MaxPooling2D()] for n in filters),
+                 layers.Flatten()], *sizes)
 
 
 def make_dense(shape, *sizes):
-  return stack([keras.Input(shape), layers.Flatten()], *sizes)
+  return _stack([keras.Input(shape), layers.Flatten()], *sizes)
 
 
-def make_embedded(length, rows, width, join, *sizes):
+def make_embedded(length, rows, width, *sizes,
+                  join=layers.GlobalAveragePooling1D):
   """Looks up `length` numbers, joins what is found by a layer, then dense."""
-  return stack([keras.Input((length,), dtype="int32"),
-                layers.Embedding(rows, width), join], *sizes)
+  return _stack([keras.Input((length,), dtype="int32"),
+                 layers.Embedding(rows, width), join()], *sizes)
 
 
 def make_letters_net(before):
   """A net that predicts a letter from those before it."""
-  return make_embedded(before, len(_LETTERS), 16, layers.Flatten(), 128,
-                       len(_LETTERS))
+  return make_embedded(before, len(_LETTERS), 16, 128, len(_LETTERS),
+                       join=layers.Flatten)
 
 
-def step_of(strategy, model, optimizer, loss):
-  """A function of inputs and targets that takes a step in a strategy.
+def _stack(first, *sizes):
+  """The layers `first`, and dense layers of these sizes."""
+  return keras.Sequential([
+      *first, *(layers.Dense(size, "relu") for size in sizes[:-1]),
+      layers.Dense(sizes[-1])])
 
-  `loss` is as in `Task`.
+
+def make_step(strategy, task, make_optimizer, dense=True):
+  """A Keras model, and a function of a batch that takes a step, in a strategy.
+
+  Args:
+    strategy: The strategy.
+    task: A `Task`.
+    make_optimizer: A function that makes the optimizer.
+    dense: Whether gradients are made dense. It is faster if a batch has more
+      letters than the embedding has rows. Keras's Adam moves only the rows that
+      a sparse gradient has.
+
+  Returns:
+    The model, the optimizer, and a function of inputs and targets.
   """
+  with strategy.scope():
+    model, optimizer = task.make_model(), make_optimizer()
+    variables = model.trainable_variables
+    optimizer.build(variables)
   record = getattr(optimizer, "record_step", contextlib.nullcontext)
-  variables = model.trainable_variables
 
   def replica(x, y):
     with record(), tf.GradientTape() as tape:  # Before weights are read.
+      losses = task.loss(y, model(x, training=True))
       # Keras sums the gradients of the replicas.
-      mean = tf.reduce_mean(loss(y, model(x))) / strategy.num_replicas_in_sync
+      mean = tf.reduce_mean(losses) / strategy.num_replicas_in_sync
     gradients = tape.gradient(mean, [v.value for v in variables])
-    # Dense, because a batch has more letters than the embedding has rows.
-    optimizer.apply([tf.convert_to_tensor(g) for g in gradients], variables)
+    optimizer.apply([tf.convert_to_tensor(g) if dense else g
+                     for g in gradients], variables)
 
-  return lambda x, y: strategy.run(replica, (x, y))
+  return model, optimizer, lambda x, y: strategy.run(replica, (x, y))
 
 
 # Raw and averaged weights in a training.
 
 
-class Curve(keras.callbacks.Callback):
-  """Evaluates the raw weights, beside EvaluateWithAverages.
-
-  Attributes:
-    rows: A list of dicts: the step, and the logs of raw and averaged weights.
-  """
-
-  def __init__(self, held_out):
-    super().__init__()
-    self.rows = []
-    self._held_out = held_out
-
-  def on_epoch_end(self, epoch, logs=None):
-    # `val_` is for the averages; this call has no callback, so it is for the
-    # raw weights.
-    raw = self.model.evaluate(*self._held_out, batch_size=4096, verbose=0,
-                              return_dict=True)
-    self.rows.append({
-        "step": int(self.model.optimizer.iterations.numpy()), "raw": raw,
-        "averaged": {name: logs["val_" + name] for name in raw}})
+def compiled(model, optimizer, metric="accuracy", **how):
+  model.compile(
+      optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=[metric], **how)
+  return model
 
 
 def progress():
@@ -222,40 +218,32 @@ def check_restored(path, restored, averaged):
              f"differ by {np.abs(restored - averaged).max()}")
 
 
-def show_curve(rows, measures, title, path, shown):
-  """Prints and draws the rows of a `Curve`.
+def show_curve(rows, measures, title, out, shown):
+  """Prints and draws a training.
 
   Args:
-    rows: As in `Curve`.
+    rows: Dicts: the "step", and the logs of "raw" and "averaged" weights.
     measures: {name: function of logs}.
     title: The title of the figure.
-    path: The path of the figure.
-    shown: As in `_plots.draw_curves`.
+    out: The folder of the figure.
+    shown: As in `_report.draw_curves`.
   """
-  stride = max(1, len(rows) // 8)
-  _command.print_table(
-      " and ".join(measures), ["step", *("raw", "averaged") * len(measures)],
-      [[row["step"], *(f"{measure(row[weights]):.2f}"
-                       for measure in measures.values()
-                       for weights in ("raw", "averaged"))]
-       for row in rows[::-1][::stride][::-1]])
+  styles = {"raw": "C1.-", "averaged": "C0.-"}
   steps = [row["step"] for row in rows]
-  _plots.draw_curves(path, title, "optimizer steps", [
-      _plots.Panel("", name, {
-          f"{weights} weights": (
-              steps, [measure(row[weights]) for row in rows], style)
-          for weights, style in (("raw", "C1.-"), ("averaged", "C0.-"))})
-      for name, measure in measures.items()], shown)
+  found = {(name, weights): [measure(row[weights]) for row in rows]
+           for name, measure in measures.items() for weights in styles}
+  lines = [[step, *map("{:.2f}".format, of_step)]
+           for step, *of_step in zip(steps, *found.values())]
+  _report.print_table(
+      " and ".join(measures), ["step", *list(styles) * len(measures)],
+      lines[::-1][::max(1, len(rows) // 8)][::-1])
+  _report.draw_curves(out / "curves.png", title, "optimizer steps", [
+      ({f"{weights} weights": (steps, found[name, weights], style)
+        for weights, style in styles.items()}, {"ylabel": name})
+      for name in measures], shown)
 
 
 # Small tasks on which optimizers are compared.
-
-
-class Split(NamedTuple):
-  """The (inputs, targets) of a task, to train, to tune and to measure on."""
-  training: tuple
-  validation: tuple
-  held_out: tuple
 
 
 class Task(NamedTuple):
@@ -263,7 +251,8 @@ class Task(NamedTuple):
 
   Attributes:
     load: A function of the number of files of the standard library that
-      returns a Split, or a function of a seed that splits the samples.
+      returns (inputs, targets) for "training", "validation" and "held_out", or
+      a function of a seed that splits the samples.
     make_model: A function that makes a Keras model.
     loss: A function of targets and outputs: the loss of each sample.
     error: A function of targets, outputs and the mean loss: the error.
@@ -290,15 +279,21 @@ def _parts(n):
   return np.split(order, [n // 2, n * 2 // 3])
 
 
-def split(x, y):
-  return Split(*((x[part], y[part]) for part in _parts(len(x))))
+def split(x, y, most=None):
+  return split_of([(x[part], y[part]) for part in _parts(len(x))], most)
+
+
+def split_of(parts, most):
+  """(inputs, targets) by use; at most so many to tune and to measure on."""
+  training, *others = parts
+  return {"training": training, **{use: (x[:most], y[:most]) for use, (x, y) in
+                                   zip(("validation", "held_out"), others)}}
 
 
 def _scaled(values):
   """With mean 0 and standard deviation 1 in the samples to train on."""
   training = values[_parts(len(values))[0]]
-  return ((values - training.mean(axis=0)) /
-          training.std(axis=0)).astype(np.float32)
+  return np.float32((values - training.mean(axis=0)) / training.std(axis=0))
 
 
 def split_scans(_):
@@ -308,7 +303,7 @@ def split_scans(_):
 def split_tokens(_):
   """The scans as 64 tokens: each pixel has 17 values, and rows of its own."""
   images, labels = load_scans()
-  return split((16 * images).astype(np.int32).reshape(-1, 64) +
+  return split(np.int32(16 * images).reshape(-1, 64) +
                17 * np.arange(64, dtype=np.int32), labels)
 
 
@@ -324,19 +319,22 @@ def split_diabetes(_):
   return split(_scaled(x), _scaled(y[:, np.newaxis]))
 
 
-# Arguments of `Task`.
-cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
-CLASSES = (
-    cross_entropy, lambda y, outputs, loss: 100 * np.mean(
-        np.argmax(outputs, axis=-1) != y), "wrong (%)")
-REGRESSION = (
-    lambda y, outputs: tf.square(y - outputs),
-    lambda y, outputs, loss: 100 * loss / np.var(y),
-    "variance not explained (%)")
-# A perplexity is at most 9999.
-WORDS = (cross_entropy, lambda y, outputs, loss: np.exp(
-    min(loss, np.log(9999))), "perplexity of a word")
-LETTERS = (*WORDS[:2], "perplexity of a character")
+def classes(load, make_model):
+  """A `Task` whose targets are classes."""
+  return Task(load, make_model, cross_entropy, lambda y, outputs, _: 100 *
+              np.mean(np.argmax(outputs, axis=-1) != y), "wrong (%)")
+
+
+def predictions(what, load, make_model):
+  """A `Task` whose targets are words or letters; perplexities to 9999."""
+  return Task(load, make_model, cross_entropy, lambda _, outputs, loss: np.exp(
+      min(loss, np.log(9999))), f"perplexity of a {what}")
+
+
+def regression(load, make_model):
+  return Task(load, make_model, lambda y, outputs: tf.square(y - outputs),
+              lambda y, _, loss: 100 * loss / np.var(y),
+              "variance not explained (%)")
 
 
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -346,6 +344,12 @@ def letters_of(documents):
   """The numbers of the letters of lists of words."""
   return np.array([_LETTERS.index(c) for words in documents for word in words
                    for c in word + " "], np.int32)
+
+
+def numbers_of(words, most=None):
+  """{word: its number} of the most frequent ones; 0 is for others."""
+  return {word: i + 1 for i, (word, _) in enumerate(
+      collections.Counter(words).most_common(most))}
 
 
 def windows(before, *sequences):
@@ -369,17 +373,12 @@ def read_documents(limit=None):
   paths = sorted((path for path in root.rglob("*.py")
                   if not skipped.intersection(path.relative_to(root).parts)),
                  key=lambda path: (path.parent.parts, path.name))
-  documents = []
-  for path in _command.progress(paths[:limit], unit="file"):
-    try:
-      tree = ast.parse(path.read_bytes())
-    except SyntaxError:
-      continue  # Templates, and files with errors on purpose.
-    for node in ast.walk(tree):
-      if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
-                           ast.AsyncFunctionDef)):
-        words = re.findall("[a-z]+", (ast.get_docstring(node) or "").lower())
-        if words:
-          documents.append(tuple(words))
-  # Without duplicates, which could be on both sides of the split.
-  return list(dict.fromkeys(documents))
+  documents = {}  # Without duplicates, which could be on both sides of a split.
+  for path in _report.progress(paths[:limit], unit="file"):
+    with contextlib.suppress(SyntaxError):  # Templates, errors on purpose.
+      for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
+                             ast.AsyncFunctionDef)):
+          text = (ast.get_docstring(node) or "").lower()
+          documents[tuple(re.findall("[a-z]+", text))] = None
+  return [words for words in documents if words]

@@ -38,25 +38,22 @@ can run beside each other.
 import collections
 import functools
 import itertools
-import os
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-import wrapopt
 from wrapopt.checkpoints import _rate_decay
-from wrapopt.examples import _command
-from wrapopt.examples import _plots
+from wrapopt.examples import _report
 from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
-_BATCH = 32
+_BATCH, _WINDOW = 32, 12  # Characters from which the next one is predicted.
 _WARMUP = 0.05  # The part of the steps in which the rate rises.
 _KEPT = 48  # Weights that a run keeps, for means and merges.
-_WINDOW = 12  # Characters from which the next one is predicted.
 _PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
+_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 SETTINGS = {  # {contender: the values of its setting}
     "constant": (0.02, 0.05, 0.1), "cosine": (0.02, 0.05, 0.1),
     "EMA": (0.05, 0.1, 0.2), "SWA, LAWA": _PARTS, "WSM": _PARTS,
@@ -67,6 +64,27 @@ if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
 _AVERAGES = ("EMA", "SWA, LAWA", "WSM", "BEMA")  # Of the constant rate.
 _STYLES = dict(zip(SETTINGS, (
     "k.:", "C2.-", "C0.-", "C4.-", "C5.-", "C1.-", "C3.-", "C6.-", "C7.:")))
+
+
+def _split_text(files):
+  letters = _tasks.letters_of(_tasks.read_documents(files))[:-1]
+  # Neighbours overlap, so that parts of the text must be split.
+  ends = [len(letters) * 8 // 10, len(letters) * 9 // 10]
+  return _tasks.split_of([_tasks.windows(_WINDOW, part)
+                          for part in np.split(letters, ends)], most=20000)
+
+
+TASKS = {
+    "digits": _tasks.classes(
+        _tasks.split_scans, lambda: _tasks.make_dense((8, 8, 1), 64, 10)),
+    "digits_conv": _tasks.classes(
+        _tasks.split_scans, lambda: _tasks.make_normalized(8, 16)),
+    "diabetes": _tasks.regression(
+        _tasks.split_diabetes, lambda: _tasks.make_dense((10,), 16, 1)),
+    "tokens": _tasks.classes(_tasks.split_tokens, lambda: (
+        _tasks.make_embedded(64, 64 * 17, 16, 32, 10))),
+    "text": _tasks.predictions(
+        "character", _split_text, lambda: _tasks.make_letters_net(_WINDOW))}
 
 
 def make_optimizer(contender, setting, steps):
@@ -92,9 +110,9 @@ def _steps(part, steps):
 
 def rates_of(contender, setting, rate, steps):
   """The learning rates of all steps, without the warm-up of an optimizer."""
-  t = np.arange(steps, dtype=np.float32)
   if contender in ("Keras's y", "Schedule-Free"):
     return np.full(steps, rate, np.float32)
+  t = np.arange(steps, dtype=np.float32)
   warmup = _steps(_WARMUP if contender == "GPA" else setting, steps)
   rates = rate * np.minimum(1, (t + 1) / warmup)
   if contender == "cosine":
@@ -115,157 +133,105 @@ def weights_of(optimizer, variables, kept):
     A dict: those of the run itself under None, and those of its averages under
     (contender, setting).
   """
+  values = lambda read: [tf.convert_to_tensor(read(v)).numpy()
+                         for v in variables]
   if isinstance(optimizer, (wrapopt.keras.PrimalAverage,
                             wrapopt.keras.ScheduleFree)):
-    return {None: [optimizer.average(v).numpy() for v in variables]}
-  found = {None: [v.numpy() for v in variables]}
+    return {None: values(optimizer.average)}
+  found = {None: values(lambda v: v)}
   if not isinstance(optimizer, wrapopt.keras.MovingAverage):
     return found
   names = [(name, x) for name in ("EMA", "BEMA") for x in SETTINGS[name]]
   for name, decay in zip(names, optimizer.decays(), strict=True):
-    found[name] = [tf.convert_to_tensor(optimizer.average(v, decay)).numpy()
-                   for v in variables]
+    found[name] = values(lambda v, decay=decay: optimizer.average(v, decay))
   steps = np.array([*kept], np.float64)
   for part in _PARTS:
     begin = steps[-1] * (1 - part)
-    merge = lambda weights: [
-        np.tensordot(weights, x, 1).astype(np.float32)
-        for x in map(np.stack, zip(*kept.values()))]
-    latest = (steps >= begin) / np.sum(steps >= begin)
-    found["SWA, LAWA", part] = merge(latest)
-    found["WSM", part] = merge(
+    shares = {"SWA, LAWA": (steps >= begin) / np.sum(steps >= begin)}
+    shares["WSM"] = (
         _rate_decay.of_weights(steps, "linear", steps[-1] - begin)
-        if len(steps) > 1 and begin >= steps[0] else latest)
+        if len(steps) > 1 and begin >= steps[0] else shares["SWA, LAWA"])
+    for name, share in shares.items():
+      found[name, part] = [np.tensordot(share, np.stack(x), 1).astype(
+          np.float32) for x in zip(*kept.values())]
   return found
 
 
-def _split_text(files):
-  letters = _tasks.letters_of(_tasks.read_documents(files))[:-1]
-  # Neighbours overlap, so that parts of the text must be split.
-  ends = [len(letters) * 8 // 10, len(letters) * 9 // 10]
-  training, *others = (_tasks.windows(_WINDOW, part)
-                       for part in np.split(letters, ends))
-  return _tasks.Split(training, *((x[:20000], y[:20000]) for x, y in others))
+def make_trainer(task, split, steps, contender, setting):
+  """A function that trains as a contender does, any number of times.
 
+  It is traced once.
 
-TASKS = {
-    "digits": _tasks.Task(
-        _tasks.split_scans, lambda: _tasks.make_dense((8, 8, 1), 64, 10),
-        *_tasks.CLASSES),
-    "digits_conv": _tasks.Task(
-        _tasks.split_scans, lambda: _tasks.make_normalized(8, 16),
-        *_tasks.CLASSES),
-    "diabetes": _tasks.Task(
-        _tasks.split_diabetes, lambda: _tasks.make_dense((10,), 16, 1),
-        *_tasks.REGRESSION),
-    "tokens": _tasks.Task(
-        _tasks.split_tokens, lambda: _tasks.make_embedded(
-            64, 64 * 17, 16, keras.layers.GlobalAveragePooling1D(), 32, 10),
-        *_tasks.CLASSES),
-    "text": _tasks.Task(
-        _split_text, lambda: _tasks.make_letters_net(_WINDOW),
-        *_tasks.LETTERS),
-}
+  Args:
+    task: A `_tasks.Task`.
+    split: Its data.
+    steps: The steps of a training.
+    contender, setting: As in `SETTINGS`.
 
-
-class Trainer:
-  """Trains a model as one contender does, several times, traced once."""
-
-  def __init__(self, task, split, steps, contender, setting):
-    self._task, self._split, self._steps = task, split, steps
-    self._run = contender, setting
-    self._model, self._optimizer = model, optimizer = self._make(0)
-    self._evaluated = evaluated = task.make_model()
-    x, y = map(tf.constant, split.training)
-    self._calibration = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
-
-    # Traced once for any number of batches and samples.
-    @tf.function(input_signature=[tf.TensorSpec([None, _BATCH], tf.int32),
-                                  tf.TensorSpec([None], tf.float32)])
-    def train(batches, rates):
-      for i in tf.range(tf.shape(batches)[0]):
-        optimizer.learning_rate.assign(rates[i])
-        with tf.GradientTape() as tape:
-          outputs = model(tf.gather(x, batches[i]), training=True)
-          loss = tf.reduce_mean(task.loss(tf.gather(y, batches[i]), outputs))
-        variables = model.trainable_variables
-        optimizer.apply(tape.gradient(loss, variables), variables)
-
-    self._train = train
-    self._predict = tf.function(
-        lambda x: evaluated(x, training=False),
-        input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
-
-  def _make(self, seed):
+  Returns:
+    A function of the learning rate, which is the peak of a schedule, of a seed,
+    the numbers of steps after which to evaluate, and the part of the split to
+    evaluate on. It returns {key of `weights_of`: errors}.
+  """
+  def make(seed):
     keras.utils.set_random_seed(seed)
-    model = self._task.make_model()
-    optimizer = make_optimizer(*self._run, self._steps)
-    optimizer.build(model.trainable_variables)
-    return model, optimizer
+    return _tasks.make_step(tf.distribute.get_strategy(), task, lambda: (
+        make_optimizer(contender, setting, steps)), dense=False)
 
-  def _reset(self, seed):
-    """Sets weights and state to those of a new model and optimizer."""
-    model, optimizer = self._make(seed)
-    self._model.set_weights(model.get_weights())
-    state = {}
-    optimizer.save_own_variables(state)
-    self._optimizer.load_own_variables(state)
+  model, optimizer, step = make(0)
+  evaluated = task.make_model()
+  predict = tf.function(lambda x: evaluated(x, training=False))
+  x, y = map(tf.constant, split["training"])
+  samples = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
+
+  # Traced once for any number of batches.
+  @tf.function(input_signature=[tf.TensorSpec([None, _BATCH], tf.int32),
+                                tf.TensorSpec([None], tf.float32)])
+  def train(batches, rates):
+    for i in tf.range(tf.shape(batches)[0]):
+      optimizer.learning_rate.assign(rates[i])
+      step(tf.gather(x, batches[i]), tf.gather(y, batches[i]))
+
+  def error_of(weights, part):
+    for v, value in zip(evaluated.trainable_variables, weights, strict=True):
+      v.assign(value)
+    wrapopt.keras.recalibrate_batch_norm(evaluated, samples)
+    return task.error_of(predict, split[part])
+
+  def run_once(rate, seed, points, part):
+    # Weights and state are those of a new model and optimizer.
+    new_model, new_optimizer, _ = make(seed)
+    model.set_weights(new_model.get_weights())
+    new_optimizer.save_own_variables(state := {})
+    optimizer.load_own_variables(state)
     if hasattr(optimizer, "seed_averages"):
-      self._optimizer.seed_averages()
-
-  def run(self, seed, rate, points, part):
-    """Trains from the start.
-
-    Args:
-      seed: The seed of the weights and of the batches.
-      rate: The learning rate, the peak of a schedule.
-      points: The numbers of steps after which to evaluate.
-      part: The part of the split to evaluate on.
-
-    Returns:
-      {key of `weights_of`: the errors after these numbers of steps}.
-    """
-    self._reset(seed)
-    rng = np.random.default_rng(seed)
-    n = len(self._split.training[0])
-    batches = rng.integers(n, size=(self._steps, _BATCH), dtype=np.int32)
-    rates = rates_of(*self._run, rate, self._steps)
-    variables = self._model.trainable_variables
-    kept, errors, begin = {}, collections.defaultdict(list), 0
-    for end in sorted({*points, *_command.points(self._steps, _KEPT)}):
-      self._train(batches[begin:end], rates[begin:end])
+      optimizer.seed_averages()
+    batches = np.random.default_rng(seed).integers(
+        len(x), size=(steps, _BATCH), dtype=np.int32)
+    rates = rates_of(contender, setting, rate, steps)
+    variables, kept, begin = model.trainable_variables, {}, 0
+    errors = collections.defaultdict(list)
+    for end in sorted({*points, *_report.points(steps, _KEPT)}):
+      train(batches[begin:end], rates[begin:end])
       kept[end] = [v.numpy() for v in variables]
       begin = end
-      if end in points:
-        for name, weights in weights_of(
-            self._optimizer, variables, kept).items():
-          errors[name].append(self._evaluate(weights, part))
+      for name, weights in weights_of(
+          optimizer, variables, kept).items() if end in points else ():
+        errors[name].append(error_of(weights, part))
     return errors
 
-  def _evaluate(self, weights, part):
-    for v, value in zip(self._evaluated.trainable_variables, weights,
-                        strict=True):
-      v.assign(value)
-    wrapopt.keras.recalibrate_batch_norm(self._evaluated, self._calibration)
-    return self._task.error_of(self._predict, getattr(self._split, part))
+  return run_once
 
 
 def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
         quick=False):
-  points = _command.points(steps, 4 if quick else 12)
-  rates = (0.003, 0.01) if quick else (
-      0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-  tuning_seeds = (1000,) if quick else (1000, 1001)
-
-  def trainer_of(name, found):
-    del found
-    task = TASKS[name]
-    split = task.load(12 if quick else 120)
-    trainer = functools.cache(functools.partial(Trainer, task, split, steps))
+  def trainer_of(name, split, _):
+    trainer = functools.cache(functools.partial(
+        make_trainer, TASKS[name], split, steps))
 
     @functools.cache  # The averages of a run share it.
-    def errors_of(contender, value, rate, seed, points, part):
-      return trainer(contender, value).run(seed, rate, points, part)
+    def errors_of(contender, value, *how):
+      return trainer(contender, value)(*how)
 
     def train(contender, setting, *how):
       value, rate = setting
@@ -275,34 +241,28 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
 
     return train
 
-  found = _study.compare(
-      tasks, {name: [*itertools.product(
-          values[1:2] if quick else values, rates)]
-              for name, values in SETTINGS.items()},
-      trainer_of, points, tuning_seeds, range(seeds))
-
-  def cells(setting, rate):
+  def cells(of):
+    value, rate = of["best"]
     # It might be better beyond the grid.
-    return f"{rate:g}" + "*" * (rate in (rates[0], rates[-1])), setting
+    return f"{rate:g}" + "*" * (rate in (_RATES[0], _RATES[-1])), value
 
-  _study.print_tables(
-      found, TASKS, f"held out, after {steps} steps (*: the end of the grid)",
-      ["rate", "setting"], lambda of: cells(*of.best))
-  _plots.draw_curves(
-      os.path.join(out, "curves.png"), "held-out error, mean of the seeds",
-      "optimizer steps", [
-          _study.panel(name, TASKS[name].label, points, {
-              contender: of.errors for contender, of in of_task.items()},
-                       _STYLES) for name, of_task in found.items()])
-  return {"rates": rates, "tuning_seeds": tuning_seeds, "points": points,
-          "tasks": {name: {contender: {
-              "setting": of.best[0], "rate": of.best[1],
-              "validation": [(*tried, error) for tried, error in of.tried],
-              "errors": of.errors} for contender, of in of_task.items()}
-                    for name, of_task in found.items()}}
+  results = _study.compare(
+      TASKS, tasks, {contender: [*itertools.product(values, _RATES)]
+                     for contender, values in SETTINGS.items()},
+      trainer_of, steps, (1000, 1001), seeds, quick)
+  panels = []
+  for name, found in results["tasks"].items():
+    label = TASKS[name].label
+    _study.print_table(
+        f"{name}: {label}, held out, after {steps} steps (*: the end of the "
+        "grid)", found, ["rate", "setting"], cells)
+    panels.append(_study.panel(name, label, found, results["points"], _STYLES))
+  _report.draw_curves(out / "curves.png", "held-out error, mean of the seeds",
+                      "optimizer steps", panels)
+  return results
 
 
-main = _command.command("choosing", __doc__, run)
+main = _report.command("choosing", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -11,15 +11,12 @@ two nets that one worker trained alone, on a third of the scans and on all.
 continue without it.
 """
 
-import os
-
 import numpy as np
 import tensorflow as tf
 
 import wrapopt
 from wrapopt.examples import _cluster
-from wrapopt.examples import _command
-from wrapopt.examples import _plots
+from wrapopt.examples import _report
 from wrapopt.examples import _tasks
 
 tf1 = tf.compat.v1
@@ -44,7 +41,6 @@ def average(task, rounds, seed):
   is_chief = task.job == "chief"
   getter = wrapopt.ModelAverageCustomGetter(task.device)
   with tf.Graph().as_default(), tf1.device(task.placement()):
-    tf1.set_random_seed(seed)
     with tf1.variable_scope("", custom_getter=getter, use_resource=True):
       net = _make_net(0 if is_chief else 1 + task.number, _WORKERS, seed)
     global_step = tf1.train.get_or_create_global_step()
@@ -56,36 +52,33 @@ def average(task, rounds, seed):
     with tf1.train.MonitoredTrainingSession(
         task.server.target, is_chief, config=task.config(),
         hooks=[opt.make_session_run_hook()]) as session:
-      if is_chief:
-        task.report(0)
-      steps, over, curve = 0, 0, []
-      while over < rounds:
-        net.train(session, train_op, _INTERVAL - 1)
-        own = net.accuracy(session)
-        net.train(session, train_op, 1)
-        steps += _INTERVAL
-        over = int(session.run(global_step))
-        curve.append((over, own, net.accuracy(session)))
+      over, curve = 0, []
+      while True:
         if is_chief:
           task.report(over)
-  return {"scans": net.samples, "steps": steps, "curve": curve}
+        if over >= rounds:
+          return {"scans": net.samples, "steps": _INTERVAL * len(curve),
+                  "curve": curve}
+        net.train(session, train_op, _INTERVAL - 1)
+        own = net.accuracy(session)
+        net.train(session, train_op)
+        over = int(session.run(global_step))
+        curve.append((over, own, net.accuracy(session)))
 
 
-def alone(task, steps, parts, seed):
+def alone(_, steps, parts, seed):
   """Trains one net on a part of the scans, or on all."""
-  del task
-  with tf.Graph().as_default():
-    tf1.set_random_seed(seed)
+  with tf.Graph().as_default(), tf1.Session() as session:
     net = _make_net(0, parts, seed)
     train_op = tf1.train.MomentumOptimizer(0.02, 0.9).minimize(net.loss)
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
-      net.train(session, train_op, steps)
-      return {"scans": net.samples, "steps": steps,
-              "accuracy": net.accuracy(session)}
+    session.run(tf1.global_variables_initializer())
+    net.train(session, train_op, steps)
+    return {"scans": net.samples, "steps": steps,
+            "accuracy": net.accuracy(session)}
 
 
 def _make_net(part, parts, seed):
+  tf1.set_random_seed(seed)
   data, held_out = _tasks.load_digits(seed)
   return _tasks.GraphNet([x[part::parts] for x in data], held_out, 8,
                          [seed, part, parts])
@@ -94,9 +87,8 @@ def _make_net(part, parts, seed):
 def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
   with _cluster.Cluster([average, alone], preload=[_tasks.__name__], ps=1,
                         chief=1, worker=_WORKERS - 1) as cluster, \
-      _command.progress(total=rounds, unit="round") as progress:
-    chief, *others = [
-        task for (job, _), task in cluster.tasks.items() if job != "ps"]
+      _report.progress(total=rounds, unit="round") as progress:
+    _, chief, *others = cluster.tasks.values()
     last = others[-1]
 
     def on_round(over):
@@ -117,7 +109,8 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
         chief.ask("alone", steps=rounds * _INTERVAL, parts=parts, seed=seed)
         for parts in (_WORKERS, 1)]
 
-  rows, curves = [], {}
+  over, _, mean = np.transpose(workers[chief.name]["curve"])
+  rows, curves = [], {"mean": (over, 100 * mean, "k")}
   for i, (name, worker) in enumerate(workers.items()):
     if worker is None:
       rows.append([name, "killed"])
@@ -127,25 +120,22 @@ def run(out="results/cluster_digits", rounds=60, kill_worker=False, seed=0):
                  f"{mean[-1]:.2%}"])
     curves[name.removeprefix("/job:").replace("/task:", " ")] = (
         over, 100 * own, f"C{i}:")
-  over, _, mean = np.transpose(workers[chief.name]["curve"])
-  curves["mean"] = over, 100 * mean, "k"
   for net, style in zip(baselines, ("C7--", "C7-.")):
     rows.append(["alone", net["scans"], net["steps"], f"{net['accuracy']:.2%}"])
     curves[f"alone, {net['scans']} scans"] = (
         [1, rounds], [100 * net["accuracy"]] * 2, style)
-  _command.print_table(
+  _report.print_table(
       "accuracy on held-out scans, of a worker's own weights just before the "
       "last mean,\nand of that mean", ["", "scans", "steps", "own", "mean"],
       rows)
-  _plots.draw_curves(
-      os.path.join(out, "curves.png"),
-      "model averaging of digits: workers just before each mean",
-      f"rounds, of {_INTERVAL} steps of each worker",
-      [_plots.Panel("", "held-out accuracy (%)", curves)], shown=(0.1, 1))
+  _report.draw_curves(
+      out / "curves.png", "model averaging of digits: workers just before each "
+      "mean", f"rounds, of {_INTERVAL} steps of each worker",
+      [(curves, {"ylabel": "held-out accuracy (%)"})], shown=(0.1, 1))
   return {"workers": workers, "alone": baselines}
 
 
-main = _command.command("cluster_digits", __doc__, run)
+main = _report.command("cluster_digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

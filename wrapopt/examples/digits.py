@@ -8,18 +8,14 @@ fluctuates, and that of their averages is nearly stable. At the end
 Saver restores them into another graph, which has no averages.
 """
 
-import os
-
 import tensorflow as tf
 
 import wrapopt
-from wrapopt.examples import _command
+from wrapopt.examples import _report
 from wrapopt.examples import _tasks
 
 tf1 = tf.compat.v1
 
-_BATCH = 8
-_EVALUATIONS = 40
 MEASURES = {"accuracy (%)": lambda logs: 100 * logs["accuracy"]}
 TITLE = "scikit-learn digits, momentum at a constant learning rate"
 SHOWN = (0.1, 1)
@@ -36,15 +32,14 @@ def train(data, held_out, steps, seed, checkpoint):
     checkpoint: The path of the checkpoint.
 
   Returns:
-    A list of rows as in `_tasks.Curve`; the averaged model's logits of the
+    A list of rows as of `_tasks.show_curve`; the averaged model's logits of the
     held-out images at the end; and whether the optimizer took the step and
     updated the averages in one pass.
   """
-  points = _command.points(steps, _EVALUATIONS)
-  rows = []
+  points, rows = _report.points(steps, 40), []
   with tf.Graph().as_default():
     tf1.set_random_seed(seed)
-    net = _tasks.GraphNet(data, held_out, _BATCH, seed)
+    net = _tasks.GraphNet(data, held_out, 8, seed)
     global_step = tf1.train.get_or_create_global_step()
     opt = wrapopt.MovingAverageOptimizer(
         tf1.train.MomentumOptimizer(0.02, 0.9), average_decay=0.99,
@@ -54,7 +49,7 @@ def train(data, held_out, steps, seed, checkpoint):
 
     with tf1.Session() as session:
       session.run(tf1.global_variables_initializer())
-      for step in _command.progress(range(1, steps + 1)):
+      for step in _report.progress(range(1, steps + 1)):
         net.train(session, train_op)
         if step in points:
           raw = net.accuracy(session)
@@ -68,26 +63,24 @@ def train(data, held_out, steps, seed, checkpoint):
 
 def restore(inputs, checkpoint):
   """Logits of the saved model, in a graph without averages."""
-  with tf.Graph().as_default():
+  with tf.Graph().as_default(), tf1.Session() as session:
     logits = _tasks.logits_of(tf.constant(inputs))
-    with tf1.Session() as session:
-      tf1.train.Saver().restore(session, checkpoint)
-      return session.run(logits)
+    tf1.train.Saver().restore(session, checkpoint)
+    return session.run(logits)
 
 
 def run(out="results/digits", steps=2000, seed=0):
-  checkpoint = os.path.join(out, "model.ckpt")
+  checkpoint = str(out / "model.ckpt")
   data, held_out = _tasks.load_digits(seed)
   rows, averaged, fused = train(data, held_out, steps, seed, checkpoint)
   _tasks.check_restored(checkpoint, restore(held_out[0], checkpoint), averaged)
-  _tasks.show_curve(rows, MEASURES, TITLE, os.path.join(out, "curves.png"),
-                    SHOWN)
+  _tasks.show_curve(rows, MEASURES, TITLE, out, SHOWN)
   print(f"A plain Saver restores the averaged model, bit for bit, from\n"
         f"{checkpoint}")
   return {"fused": fused, "curve": rows}
 
 
-main = _command.command("digits", __doc__, run)
+main = _report.command("digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

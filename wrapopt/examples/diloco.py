@@ -62,19 +62,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import wrapopt
 from wrapopt import server as server_module
 from wrapopt.examples import _cluster
-from wrapopt.examples import _command
-from wrapopt.examples import _plots
+from wrapopt.examples import _report
 from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
 tf1 = tf.compat.v1
 
-_WORKERS = 4
-_BATCH = 32
+_WORKERS, _BATCH = 4, 32
+_BEFORE = 16  # Characters that the net of the text sees.
 # A gradient misses about 3 steps, one of each other worker. If it misses more
 # than 8, the others took more than two each.
 _STALENESS = 2 * _WORKERS
@@ -93,16 +91,13 @@ WAYS = tuple(_STYLES)
 
 # Eight runs tune each way. They choose the learning rate of Adam, as a multiple
 # of the task's, and how fast the center moves: by the outer rate of DiLoCo, or
-# by the moving rate of elastic averaging, of all workers together.
-_SETTINGS: dict[str, list[tuple]] = {
-    way: [(2.0**i,) for i in range(-2, 6)] for way in WAYS}
-for _way in _DILOCO:
-  _SETTINGS[_way] = [*itertools.product((1, 2, 4, 8), (0.7, 0.35))]
-# The default moving rate also divides by the period. In the 20 rounds of the
-# text, the center would move less than a third of the way to the workers.
-_SETTINGS["elastic"] = [*itertools.product((1, 2, 4, 8), (0.9, 0.45))]
-
-_BEFORE = 16  # Characters that the net of the text sees.
+# by the moving rate of elastic averaging, of all workers together. The default
+# moving rate also divides by the period. In the 20 rounds of the text, the
+# center would move less than a third of the way to the workers.
+_CENTERS = {"elastic": (0.9, 0.45), **dict.fromkeys(_DILOCO, (0.7, 0.35))}
+_SETTINGS = {way: [*itertools.product((1, 2, 4, 8), _CENTERS[way])]
+             if way in _CENTERS else [(2.0**i,) for i in range(-2, 6)]
+             for way in WAYS}
 
 
 def _load_text(files):
@@ -120,175 +115,138 @@ def _load_text(files):
   return split
 
 
-# `load` returns a function of a seed: the samples to train on, and others.
+# They load a function of a seed: the samples to train on, and others.
 TASKS = {
-    "digits": _tasks.Task(
-        lambda files: _tasks.load_digits, _tasks.make_net, *_tasks.CLASSES),
-    "text": _tasks.Task(
-        _load_text, lambda: _tasks.make_letters_net(_BEFORE), *_tasks.LETTERS),
-}
-_RATES = {"digits": 1e-3, "text": 2e-3}
-_SYNC_EVERY = {"digits": 20, "text": 50}  # The steps in a round.
+    "digits": _tasks.classes(lambda _: _tasks.load_digits, _tasks.make_net),
+    "text": _tasks.predictions(
+        "character", _load_text, lambda: _tasks.make_letters_net(_BEFORE))}
+# {task: (its learning rate, steps in a round)}.
+_RATES_AND_STEPS = {"digits": (1e-3, 20), "text": (2e-3, 50)}
 
 
-class Trainer:
-  """Trains a model.
-
-  Attributes:
-    rows: After each round: (steps, seconds, bytes sent, error).
-  """
-
-  _overlap = 0  # Steps after a round until the worker gets the center.
-
-  def __init__(self, of, strategy=None):
-    """Makes a trainer of what `run` tells."""
-    self._task, self._held_out = TASKS[of.task_name], of.held_out
-    self._sync_every = _SYNC_EVERY[of.task_name]
-    self._rate = of.setting[0] * _RATES[of.task_name]
-    self._strategy = strategy or tf.distribute.get_strategy()
-    keras.utils.set_random_seed(of.seed)
-    with self._strategy.scope():
-      self._model = self._task.make_model()
-    self._variables = self._model.trainable_variables
-    self._size = 4 * self._model.count_params()
-    self._steps = self._sent = 0
-    self._seconds = 0.0
-    self.rows = []
-
-  def _keras_step(self, wrap=lambda opt: opt):
-    """An optimizer, and a function of a batch that takes a step with it."""
-    with self._strategy.scope():
-      optimizer = wrap(keras.optimizers.Adam(self._rate))
-      optimizer.build(self._variables)
-    return optimizer, _tasks.step_of(self._strategy, self._model, optimizer,
-                                     self._task.loss)
-
-  def step(self):
-    start = time.perf_counter()
-    self._steps += 1
-    ended = self._steps == self._overlap + self._sync_every * len(self.rows)
-    self._take(ended)
-    if self._steps > 1:
-      self._seconds += time.perf_counter() - start
-    if ended:
-      self.evaluate()
-
-  def _weights(self):
-    """The weights to evaluate."""
-    return self._variables
-
-  def evaluate(self):
-    # In all workers, so that none runs ahead while the clock stands.
-    weights = self._weights()
-    self.rows.append((
-        self._sync_every * len(self.rows), self._seconds, self._sent,
-        self._task.error_of(
-            lambda x: self._model.stateless_call(weights, [], x)[0],
-            self._held_out)))
+# How a worker, or a coordinator, trains in a way. These return the model, a
+# function that takes a step, one that returns the weights to evaluate, and one
+# that returns the bytes sent in so many rounds.
 
 
-class Worker(Trainer):
+def _in_worker(task, of):
   """A worker in TensorFlow 2."""
+  strategy = tf.distribute.get_strategy()
+  if of.way == "synchronous":
+    os.environ["TF_CONFIG"] = json.dumps({
+        "cluster": {"worker": of.addresses},
+        "task": {"type": "worker", "index": task.number}})
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+  keras.utils.set_random_seed(of.seed)
+  model, _, step = _tasks.make_step(
+      strategy, TASKS[of.subject], lambda: keras.optimizers.Adam(of.rate))
+  step, variables = tf.function(step), model.trainable_variables
+  batches = _tasks.batches(
+      of.data, _BATCH * (_WORKERS if of.way == "all data" else 1),
+      [of.seed, task.number])
+  take = lambda _: step(*map(tf.constant, next(batches)))
+  if of.way not in _LOCAL:
+    return model, take, lambda: variables, lambda rounds: (
+        4 * model.count_params() * of.every * rounds
+        if of.way == "synchronous" else 0)
 
-  _local = None
+  make = wrapopt.LocalSGD if of.way == "LocalSGD" else functools.partial(
+      wrapopt.DiLoCo, outer_learning_rate=of.center, **_DILOCO[of.way])
+  local = make(variables, of.addresses, f"worker-{task.number}", _WORKERS,
+               of.every, round_timeout_secs=120, name="job")
+  sent = {}
 
-  def __init__(self, task, of):
-    self._of = of
-    if of.way == "synchronous":
-      os.environ["TF_CONFIG"] = json.dumps({
-          "cluster": {"worker": of.addresses},
-          "task": {"type": "worker", "index": task.number}})
-      super().__init__(of, tf.distribute.MultiWorkerMirroredStrategy())
-    else:
-      super().__init__(of)
-    self._batches = _tasks.batches(
-        of.data, _BATCH * (_WORKERS if of.way == "all data" else 1),
-        [of.seed, task.number])
-    self._step = tf.function(self._keras_step()[1])
-    if of.way in _LOCAL:
-      make = wrapopt.LocalSGD if of.way == "LocalSGD" else functools.partial(
-          wrapopt.DiLoCo, outer_learning_rate=of.setting[1], **_DILOCO[of.way])
-      self._local = make(
-          self._variables, of.addresses, f"worker-{task.number}", _WORKERS,
-          self._sync_every, round_timeout_secs=120, name="job")
-      self._overlap = self._local.overlap_steps
+  def take_locally(_):
+    take(_)
+    local.step()
+    if report := local.report:
+      sent[report.fragment, report.round] = report.sent
 
-  def _take(self, ended):
-    self._step(*map(tf.constant, next(self._batches)))
-    if self._of.way == "synchronous":
-      self._sent += self._size
-    if self._local:
-      before = self._local.report
-      self._local.step()
-      if self._local.report is not before:
-        self._sent += self._local.report.sent
-
-  def _weights(self):
-    # Fragments get their centers at other steps than this one.
-    return wrapopt.read_center(self._of.addresses, "job").values if (
-        self._local) else super()._weights()
+  # Fragments get their centers at other steps than these.
+  return (model, take_locally,
+          lambda: wrapopt.read_center(of.addresses, "job").values,
+          lambda _: sum(sent.values()))
 
 
-class Coordinator(Trainer):
+def _in_coordinator(task, of):
   """Has workers take steps; one of its steps is one of each, in the mean."""
+  keras.utils.set_random_seed(of.seed)
+  model, optimizer, step = _tasks.make_step(
+      task.strategy, TASKS[of.subject], lambda: wrapopt.keras.DropStaleGradient(
+          keras.optimizers.Adam(of.rate), _STALENESS))
 
-  def __init__(self, task, of):
-    super().__init__(of, task.strategy)
-    self._optimizer, step = self._keras_step(
-        lambda opt: wrapopt.keras.DropStaleGradient(opt, _STALENESS))
+  def batches():
+    worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+    return _tasks.dataset(tuple(tf.constant(quarters)[worker]
+                                for quarters in of.data), _BATCH, of.seed)
 
-    def batches():
-      worker = (tf.distribute.coordinator
-                .experimental_get_current_worker_index())
-      return _tasks.dataset(
-          tuple(tf.constant(quarters)[worker] for quarters in of.data), _BATCH,
-          of.seed)
+  schedule = task.scheduler(step, batches)
 
-    self._schedule = task.scheduler(step, batches)
-    self._join = task.coordinator.join
-
-  def _take(self, ended):
+  def take(waits):
     for _ in range(_WORKERS):
-      self._schedule()
-    if ended or self._steps == 1:
-      self._join()
-      # A dropped gradient is not sent.
-      self._sent = self._size * int(self._optimizer.iterations) // _WORKERS
+      schedule()
+    if waits:
+      task.coordinator.join()
+
+  # A dropped gradient is not sent.
+  return model, take, lambda: model.trainable_variables, lambda _: (
+      model.count_params() * int(optimizer.iterations) * 4 // _WORKERS)
 
 
-class Elastic(Trainer):
+def _in_session(task, of):
   """A worker in a session of TensorFlow 1."""
+  keras.utils.set_random_seed(of.seed)
+  model = TASKS[of.subject].make_model()
+  getter, variables = wrapopt.ElasticAverageCustomGetter(task.device), []
 
-  def __init__(self, task, of):
-    super().__init__(of)
-    weights = self._model.get_weights()
-    getter = wrapopt.ElasticAverageCustomGetter(task.device)
+  def logits(x):
+    variables.extend(tf1.get_variable(f"w{i}", initializer=w)
+                     for i, w in enumerate(weights))
+    # Keras makes no variables in this graph, but its layers compute there.
+    return model.stateless_call(variables, [], x)[0]
 
-    def logits(x):
-      self._variables = [tf1.get_variable(f"w{i}", initializer=w)
-                         for i, w in enumerate(weights)]
-      # Keras makes no variables in this graph, but its layers compute there.
-      return self._model.stateless_call(self._variables, [], x)[0]
+  weights = model.get_weights()
+  with tf.Graph().as_default() as graph, tf1.device(task.placement()):
+    with tf1.variable_scope("", custom_getter=getter, use_resource=True):
+      net = _tasks.GraphNet(of.data, of.held_out, _BATCH,
+                            [of.seed, task.number], logits)
+    opt = wrapopt.ElasticAverageOptimizer(
+        tf1.train.AdamOptimizer(of.rate, epsilon=1e-7),  # As Keras.
+        _WORKERS, getter, of.every, of.center / _WORKERS, rho=0)
+    train_op, start = opt.minimize(net.loss), opt.get_init_op(task.number)
+  session = task.session(graph)
+  session.run(start)
+  return (model, lambda _: net.train(session, train_op),
+          lambda: session.run([getter.centers[v] for v in variables]),
+          lambda rounds: 4 * model.count_params() * rounds)
 
-    with tf.Graph().as_default() as graph, tf1.device(task.placement()):
-      with tf1.variable_scope("", custom_getter=getter, use_resource=True):
-        self._net = _tasks.GraphNet(of.data, of.held_out, _BATCH,
-                                    [of.seed, task.number], logits)
-      opt = wrapopt.ElasticAverageOptimizer(
-          tf1.train.AdamOptimizer(self._rate, epsilon=1e-7),  # As Keras.
-          _WORKERS, getter, self._sync_every, of.setting[1] / _WORKERS, rho=0)
-      self._train_op = opt.minimize(self._net.loss)
-      self._centers = [getter.centers[v] for v in self._variables]
-      start = opt.get_init_op(task.number)
-    self._session = task.session(graph)
-    self._session.run(start)
 
-  def _take(self, ended):
-    self._net.train(self._session, self._train_op)
-    self._sent += self._size if ended else 0
+def _train(task, of):
+  """Yields rows after each step: those of the rounds until then.
 
-  def _weights(self):
-    return self._session.run(self._centers)
+  A row has the steps, the seconds, the bytes sent and the error. The first one
+  is of no steps.
+  """
+  way = {"asynchronous": _in_coordinator, "elastic": _in_session}.get(
+      of.way, _in_worker)
+  model, take, weights, sent = way(task, of)
+  late = _DILOCO.get(of.way, {}).get("overlap_steps", 0)
+  seconds, rows = 0.0, []
+  for steps in itertools.count():
+    start = time.perf_counter()
+    ended = steps in (0, late + of.every * len(rows))
+    if steps:
+      take(ended or steps == 1)
+    if steps > 1:  # The first step traces.
+      seconds += time.perf_counter() - start
+    if ended:
+      # In all workers, so that none runs ahead while the clock stands.
+      now = weights()
+      rows.append((of.every * len(rows), seconds, sent(len(rows)),
+                   TASKS[of.subject].error_of(
+                       lambda x, now=now: model.stateless_call(now, [], x)[0],
+                       of.held_out)))
+    yield rows
 
 
 # What the processes do.
@@ -301,24 +259,20 @@ def serve(task):
 
 
 def prepare(task, **of):
-  """Makes a trainer and takes its first step, which traces."""
+  """Begins to train, with the first step."""
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.get_logger().setLevel("ERROR")
-  make = {"asynchronous": Coordinator, "elastic": Elastic}.get(
-      of["way"], Worker)
-  task.trainer = make(task, types.SimpleNamespace(**of))
-  task.trainer.evaluate()
-  task.trainer.step()
+  task.training = _train(task, types.SimpleNamespace(**of))
+  next(task.training)
+  next(task.training)
 
 
 def train(task, steps):
   """Takes the other steps, until all rows are there; returns them."""
-  while task.trainer.rows[-1][0] < steps:
-    task.trainer.step()
-  return task.trainer.rows
+  return next(rows for rows in task.training if rows[-1][0] >= steps)
 
 
-def run(task_name, way, setting, seed, steps, data, held_out):
+def run(task, way, setting, seed, steps, data, held_out):
   """Trains; returns the rows of the first worker, or of the coordinator."""
   n = 1 if way in ("alone", "all data") else _WORKERS
   quarters = tuple(x[:len(x) // _WORKERS * _WORKERS].reshape(
@@ -327,96 +281,71 @@ def run(task_name, way, setting, seed, steps, data, held_out):
       [serve, prepare, train], [_tasks.__name__, server_module.__name__],
       coordinator=True, ps=1, worker=n) as cluster:
     other = cluster.tasks["coordinator", 0]  # Outside the cluster.
-    if way == "asynchronous":
-      trainers = {other: quarters}
-    else:
-      trainers = {cluster.tasks["worker", k]: data if way == "all data" else
-                  tuple(x[k] for x in quarters) for k in range(n)}
+    trainers = {other: quarters} if way == "asynchronous" else {
+        cluster.tasks["worker", k]: data if way == "all data" else
+        tuple(x[k] for x in quarters) for k in range(n)}
     addresses = [other.ask("serve")] if way in _LOCAL else [
         f"localhost:{port}" for port in _cluster.free_ports(n)]
-    _cluster.ask_all("prepare", {trainer: {
-        "task_name": task_name, "way": way, "setting": setting, "seed": seed,
-        "addresses": addresses, "data": part, "held_out": held_out}
+    rate, every = _RATES_AND_STEPS[task]
+    of = {"subject": task, "way": way, "rate": setting[0] * rate,
+          "center": setting[-1], "every": every, "seed": seed,
+          "addresses": addresses, "held_out": held_out}
+    _cluster.ask_all("prepare", {trainer: {**of, "data": part}
                                  for trainer, part in trainers.items()})
     return _cluster.ask_all(
-        "train", {trainer: {"steps": steps} for trainer in trainers})[0]
+        "train", dict.fromkeys(trainers, {"steps": steps}))[0]
 
 
 def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
-            seeds=3, seed=0, quick=False):
+            seeds=3, quick=False):
   """Tunes ways, and trains in them.
 
-  The steps are rounded up to whole rounds.
+  They take the steps up to the end of a round.
   """
   if quick:
     steps = min(steps, 100)
 
-  def trainer_of(name, found):
-    del found
-    split = TASKS[name].load(12 if quick else 120)
-
-    def train(way, setting, seed, points, part):
-      del points, part  # After each round. A seed has a split of its own.
-      return run(name, way, setting, seed,
-                 steps + -steps % _SYNC_EVERY[name], *split(seed))
-
-    return train
-
-  found = _study.compare(
-      tasks, {way: _SETTINGS[way][2:4] if quick else _SETTINGS[way]
-              for way in ways},
-      trainer_of, (), [seed + seeds], range(seed, seed + seeds))
-  for name, of_ways in found.items():
-    _command.print_table(
-        f"{name}: errors of the settings that were tried, and the best",
-        ["way", "best", *["error"] * max(
-            len(of.tried) for of in of_ways.values())],
-        [[way, _shown(of.best), *(f"{error:.2f}" for _, error in of.tried)]
-         for way, of in of_ways.items()])
-  show(out, found)
-  return {"tasks": {name: {way: of.errors for way, of in of_ways.items()}
-                    for name, of_ways in found.items()},
-          "tuned": {name: {way: of.tried for way, of in of_ways.items()}
-                    for name, of_ways in found.items()}}
-
-
-def show(out, found):
-  """Prints and draws {task: {way: Found}}."""
+  # A seed has a split of its own. The errors are those after each round.
+  trainer_of = lambda name, split, _: lambda way, setting, seed, *_: run(
+      name, way, setting, seed, steps, *split(seed))
 
   def cells(of):
-    _, seconds, sent, _ = np.mean(of.errors, axis=0)[-1]
-    return _shown(of.best), f"{sent / 1e6:.2f}", f"{seconds:.1f}"
+    _, seconds, sent, _ = np.mean(of["errors"], axis=0)[-1]
+    return ("x " + ", ".join(f"{x:g}" for x in of["best"]),
+            f"{sent / 1e6:.2f}", f"{seconds:.1f}",
+            *(f"{error:.2f}" for _, error in of["tried"]))
 
-  _study.print_tables(found, TASKS, "held out", [
-      "setting", "MB sent", "seconds"], cells)
+  results = _study.compare(
+      TASKS, tasks, {way: _SETTINGS[way] for way in ways}, trainer_of, steps,
+      [seeds], seeds, quick)["tasks"]
   panels = []
-  for name, of_ways in found.items():
-    over_bytes, over_time = {}, {}
-    rows = {way: np.array(of.errors) for way, of in of_ways.items()}
+  for name, found in results.items():
+    label = TASKS[name].label
+    _study.print_table(
+        f"{name}: {label}, held out, and of all settings that were tried",
+        found, ["setting", "MB sent", "seconds", *["tried"] * 8], cells)
+    rows = {way: np.array(of["errors"]) for way, of in found.items()}
     # After the start. They differ between seeds only in asynchronous training.
     sent = {way: of.mean(axis=0)[1:, 2] / 1e6 for way, of in rows.items()}
     ends = [x for of in sent.values() for x in of if x] or [0.1, 1]
-    for way, of in rows.items():
-      over_time[way] = of.mean(axis=0)[:, 1], of[..., 3], _STYLES[way]
-      over_bytes[way] = (
-          (sent[way], of[:, 1:, 3], _STYLES[way]) if sent[way].any() else
-          # Those that send nothing have a line at the error in the end.
-          ([min(ends), max(ends)], of[:, [-1, -1], 3], _STYLES[way]))
-    label = TASKS[name].label
-    panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
-                            over_bytes, "log"),
-               _plots.Panel(f"{name}, over seconds", label, over_time)]
-  _plots.draw_curves(
-      os.path.join(out, "diloco.png"),
+    panels += [({
+        way: (sent[way], of[:, 1:, 3], _STYLES[way]) if sent[way].any() else
+             # Those that send nothing have a line at the error in the end.
+             ([min(ends), max(ends)], of[:, [-1, -1], 3], _STYLES[way])
+        for way, of in rows.items()}, {
+            "title": f"{name}, over MB sent (dotted: none)", "ylabel": label,
+            "xscale": "log"}), ({
+        way: (of.mean(axis=0)[:, 1], of[..., 3], _STYLES[way])
+        for way, of in rows.items()}, {
+            "title": f"{name}, over seconds", "ylabel": label})]
+  _report.draw_curves(
+      out / "diloco.png",
       f"{_WORKERS} workers; band: the least and the largest of the seeds",
       "", panels)
+  return {"tasks": results}
 
 
-def _shown(setting):
-  return "x " + ", ".join(f"{x:g}" for x in setting)
-
-
-main = _command.command("diloco", __doc__, compare)
+main = _report.command("diloco", __doc__, compare)
 
 if __name__ == "__main__":
   main()

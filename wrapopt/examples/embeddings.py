@@ -13,14 +13,12 @@ Validation uses the averages, with the callback `EvaluateWithAverages`. At the
 end the model holds the averages, and a plain Keras model loads their file.
 """
 
-import collections
 import itertools
-import os
 
 import keras
 import numpy as np
 
-from wrapopt.examples import _command
+from wrapopt.examples import _report
 from wrapopt.examples import _tasks
 from wrapopt.examples import keras_digits
 import wrapopt.keras
@@ -38,18 +36,16 @@ def run(out="results/embeddings", steps=3000, files=10000, seed=0):
   keras.utils.set_random_seed(seed)
   documents = _tasks.read_documents(files)
   data, held_out = make_samples(documents, seed)
-  model = make_model()
-  model.compile(
-      wrapopt.keras.MovingAverage(wrapopt.keras.LazyAdam(0.01), 0.995,
-                                  dynamic_decay=True),
-      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-      metrics=[keras.metrics.SparseTopKCategoricalAccuracy(10, name="hits")],
+  model = _tasks.compiled(
+      make_model(), wrapopt.keras.MovingAverage(
+          wrapopt.keras.LazyAdam(0.01), 0.995, dynamic_decay=True),
+      keras.metrics.SparseTopKCategoricalAccuracy(10, name="hits"),
       jit_compile=False)
   rows = keras_digits.fit(model, _tasks.dataset(data, 256, seed), held_out,
                           steps, 20)
   _tasks.show_curve(
       rows, MEASURES, "the next word in the standard library's documentation",
-      os.path.join(out, "curves.png"), (0.05, 0.95))
+      out, (0.05, 0.95))
   keras_digits.save(model, make_model(), out, held_out[0][:4096])
   return {"curve": rows,
           "lazy": model.optimizer.is_lazy(model.layers[0].embeddings),
@@ -59,9 +55,7 @@ def run(out="results/embeddings", steps=3000, files=10000, seed=0):
 
 
 def make_model():
-  return _tasks.make_embedded(len(_FEATURES), _ROWS, _WIDTH,
-                              keras.layers.GlobalAveragePooling1D(),
-                              _VOCABULARY)
+  return _tasks.make_embedded(len(_FEATURES), _ROWS, _WIDTH, _VOCABULARY)
 
 
 def make_samples(documents, seed):
@@ -78,16 +72,13 @@ def make_samples(documents, seed):
   order = np.random.default_rng(seed).permutation(len(documents))
   documents = [documents[i] for i in order]
   n_held_out = len(documents) // 10
-  counts = collections.Counter(
-      itertools.chain.from_iterable(documents[n_held_out:]))
-  numbers = {word: i + 1 for i, (word, _) in enumerate(counts.most_common())}
+  numbers = _tasks.numbers_of(itertools.chain(*documents[n_held_out:]))
 
   def samples(documents):
     longest = max(map(max, _FEATURES))
     # Word 0 precedes a document and replaces unknown words.
     last, words = _tasks.windows(longest, *(
-        [0] * longest + [numbers.get(word, 0) for word in d]
-        for d in documents))
+        [0] * longest + [numbers.get(w, 0) for w in d] for d in documents))
     rows = [_hash(i, *(last[:, -back] for back in feature))
             for i, feature in enumerate(_FEATURES)]
     return (np.stack(rows, axis=1),
@@ -100,13 +91,12 @@ def _hash(feature, *words):
   """The rows of the table for a feature, from arrays of its word numbers."""
   result = np.full(words[0].shape, feature, np.uint64)
   for word in words:
-    result = ((result ^ word.astype(np.uint64)) *
-              np.uint64(0x9E3779B97F4A7C15))
+    result = (result ^ word.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     result ^= result >> np.uint64(29)
   return (result % np.uint64(_ROWS)).astype(np.int32)
 
 
-main = _command.command("embeddings", __doc__, run)
+main = _report.command("embeddings", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -8,11 +8,9 @@ nearly stable. Validation uses the averages, with the callback
 Keras model loads their file.
 """
 
-import os
-
 import keras
 
-from wrapopt.examples import _command
+from wrapopt.examples import _report
 from wrapopt.examples import _tasks
 from wrapopt.examples import digits
 import wrapopt.keras
@@ -21,41 +19,45 @@ import wrapopt.keras
 def run(out="results/keras_digits", steps=2000, seed=0):
   keras.utils.set_random_seed(seed)
   data, held_out = _tasks.load_digits(seed)
-  model = _tasks.make_net()
-  model.compile(
-      wrapopt.keras.MovingAverage(
-          keras.optimizers.SGD(0.02, momentum=0.9), 0.99, dynamic_decay=True),
-      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-      metrics=["accuracy"])
+  model = _tasks.compiled(_tasks.make_net(), wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(0.02, momentum=0.9), 0.99, dynamic_decay=True))
   rows = fit(model, _tasks.dataset(data, 8, seed), held_out, steps, 40)
-  _tasks.show_curve(rows, digits.MEASURES, digits.TITLE,
-                    os.path.join(out, "curves.png"), digits.SHOWN)
+  _tasks.show_curve(rows, digits.MEASURES, digits.TITLE, out, digits.SHOWN)
   save(model, _tasks.make_net(), out, held_out[0])
   return {"fused": model.optimizer.fused, "curve": rows}
 
 
 def fit(model, batches, held_out, steps, evaluations):
-  """Trains; returns the rows of a `_tasks.Curve`."""
-  curve = _tasks.Curve(held_out)
-  evaluations = min(evaluations, steps)
+  """Trains; returns rows as of `_tasks.show_curve`."""
+  rows, evaluations = [], min(evaluations, steps)
+
+  def compare(_, logs):
+    # `val_` is for the averages; this call has no callback, so it is for the
+    # raw weights.
+    raw = model.evaluate(*held_out, batch_size=4096, verbose=0,
+                         return_dict=True)
+    rows.append({"step": int(model.optimizer.iterations.numpy()), "raw": raw,
+                 "averaged": {name: logs["val_" + name] for name in raw}})
+
   model.fit(batches, epochs=evaluations, steps_per_epoch=steps // evaluations,
             validation_data=held_out, validation_batch_size=4096, shuffle=False,
-            verbose=0, callbacks=[wrapopt.keras.EvaluateWithAverages(), curve,
-                                  _tasks.progress()])
-  return curve.rows
+            verbose=0, callbacks=[
+                wrapopt.keras.EvaluateWithAverages(), _tasks.progress(),
+                keras.callbacks.LambdaCallback(on_epoch_end=compare)])
+  return rows
 
 
 def save(model, plain, out, inputs):
   """Saves the averages, which a model holds after `fit`, and loads them."""
-  weights = os.path.join(out, "averaged.weights.h5")
+  weights = str(out / "averaged.weights.h5")
   model.save_weights(weights)
   plain.load_weights(weights)
-  _tasks.check_restored(weights, *(
-      m.predict(inputs, verbose=0) for m in (plain, model)))
+  _tasks.check_restored(weights, plain.predict(inputs, verbose=0),
+                        model.predict(inputs, verbose=0))
   print(f"Plain Keras loads the averaged model, bit for bit, from\n{weights}")
 
 
-main = _command.command("keras_digits", __doc__, run)
+main = _report.command("keras_digits", __doc__, run)
 
 if __name__ == "__main__":
   main()

@@ -43,7 +43,7 @@ the least and the largest error of all seeds. A perplexity of 9999 stands for
 any above it.
 """
 
-import collections
+from concurrent import futures
 import contextlib
 import itertools
 import os
@@ -55,19 +55,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import wrapopt
 from wrapopt.examples import _cluster
-from wrapopt.examples import _command
-from wrapopt.examples import _plots
+from wrapopt.examples import _report
 from wrapopt.examples import _study
 from wrapopt.examples import _tasks
 import wrapopt.keras
 
 tf1 = tf.compat.v1
 
-_WORKERS = 3
-_BATCH = 16
-_NO_LIMIT = 1 << 40
+_WORKERS, _BATCH, _NO_LIMIT = 3, 16, 1 << 40
 
 
 def train(task, steps, limit, rest, seed):
@@ -85,7 +81,12 @@ def train(task, steps, limit, rest, seed):
   Returns:
     The results of this worker, a dict.
   """
-  data, held_out = _tasks.load_digits(seed)
+  def logits(x):
+    read = _tasks.logits_of(x)
+    with tf.control_dependencies([
+        tf.numpy_function(lambda _: time.sleep(rest), [read], [])]):
+      return tf.identity(read)  # And thereby the gradients, after the rest.
+
   with tf.Graph().as_default() as graph, tf1.device(task.placement()):
     tf1.set_random_seed(seed)
     tf1.get_variable_scope().set_use_resource(True)
@@ -93,13 +94,11 @@ def train(task, steps, limit, rest, seed):
     opt = wrapopt.DropStaleGradientOptimizer(
         tf1.train.GradientDescentOptimizer(0.02), limit,
         worker=f"worker_{task.number}")
-    net = _tasks.GraphNet(data, held_out, _BATCH, [seed, task.number],
-                          lambda x: _later(_tasks.logits_of(x), rest),
-                          opt.record_step)
+    net = _tasks.GraphNet(*_tasks.load_digits(seed), _BATCH,
+                          [seed, task.number], logits, opt.record_step)
     train_op = opt.minimize(net.loss, global_step)
     stats = opt.staleness_stats(worker=True)
     now = global_step.read_value()
-
   with task.session(graph) as session:
     tried = 0
     while session.run(now) < steps:
@@ -107,17 +106,6 @@ def train(task, steps, limit, rest, seed):
       tried += 1
     return {"tried": tried, "accuracy": net.accuracy(session),
             **_histograms(session.run(stats))}
-
-
-def _later(logits, rest):
-  """The logits, and thereby the gradients, after a rest in seconds."""
-
-  def wait(x):
-    time.sleep(rest)
-    return x
-
-  return tf.grad_pass_through(lambda x: tf.ensure_shape(
-      tf.numpy_function(wait, [x], x.dtype), x.shape))(logits)
 
 
 def _histograms(stats):
@@ -130,21 +118,20 @@ def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
   """Workers in sessions of TensorFlow 1, one of them slow."""
   with _cluster.Cluster([train], preload=[_tasks.__name__], ps=1,
                         worker=_WORKERS) as cluster:
-    workers = [cluster.tasks["worker", i] for i in range(_WORKERS)]
-    found = _cluster.ask_all("train", {worker: {
+    found = _cluster.ask_all("train", {cluster.tasks["worker", k]: {
         "steps": steps, "limit": limit, "seed": seed,
-        "rest": rest if worker is workers[-1] else 0.0} for worker in workers})
+        "rest": rest if k == _WORKERS - 1 else 0.0} for k in range(_WORKERS)})
 
   names = [*map(str, range(_WORKERS - 1)), f"{_WORKERS - 1}, slow"]
   tried, admitted, dropped = ([np.sum(worker[of]) for worker in found]
                               for of in ("tried", "admitted", "dropped"))
-  _command.print_table(
+  _report.print_table(
       f"after {sum(admitted)} updates with a limit of {limit}: "
       # The worker that ends last has measured the accuracy.
       f"{found[-1]['accuracy']:.2%} of the held-out scans are right",
       ["worker", "gradients", "admitted", "dropped"],
       zip(names, tried, admitted, dropped))
-  _plots.draw_staleness(out, "", {
+  _report.draw_staleness(out / "staleness.png", "", {
       f"asynchronous SGD with a limit of {limit}": {
           f"worker {name}: {n} dropped": np.add(w["admitted"], w["dropped"])
           for name, w, n in zip(names, found, dropped)}})
@@ -163,26 +150,19 @@ def coordinate(task, steps, limit, seed):
   Returns:
     The results of the steps, a dict.
   """
-  data, held_out = _tasks.load_digits(seed)
+  data, (images, labels) = _tasks.load_digits(seed)
   keras.utils.set_random_seed(seed)
-  with task.strategy.scope():
-    model = _tasks.make_net()
-    optimizer = keras.optimizers.Adam(0.002)
-    if limit is not None:
-      optimizer = wrapopt.keras.DropStaleGradient(optimizer, limit)
-    optimizer.build(model.trainable_variables)
-  schedule = task.scheduler(
-      _tasks.step_of(task.strategy, model, optimizer, _tasks.cross_entropy),
-      lambda: _tasks.dataset(data, _BATCH, None))
+  adam = lambda: keras.optimizers.Adam(0.002)
+  model, optimizer, step = _tasks.make_step(
+      task.strategy, _tasks.classes(_tasks.split_scans, _tasks.make_net),
+      adam if limit is None else lambda: (
+          wrapopt.keras.DropStaleGradient(adam(), limit)))
+  schedule = task.scheduler(step, lambda: _tasks.dataset(data, _BATCH, None))
   for _ in range(steps):
     schedule()
-  while not task.coordinator.done():
-    task.report(int(optimizer.iterations))
-    time.sleep(0.1)
   task.coordinator.join()
-  outputs = model(held_out[0]).numpy()
   return {"iterations": int(optimizer.iterations),
-          "accuracy": _tasks.accuracy_of(outputs, held_out[1]), **(
+          "accuracy": _tasks.accuracy_of(model(images).numpy(), labels), **(
               {"admitted": [], "dropped": []} if limit is None
               else _histograms(optimizer.staleness_stats()))}
 
@@ -192,55 +172,48 @@ def _slow(pid, rest):
   """A context in which a process is stopped for most of the time."""
   ended = threading.Event()
 
-  def run():
-    while not ended.is_set():
+  def stop():
+    while not ended.wait(rest / 10):
       os.kill(pid, signal.SIGSTOP)
       ended.wait(rest)
       os.kill(pid, signal.SIGCONT)
-      time.sleep(rest / 10)
 
-  thread = threading.Thread(target=run, daemon=True)
-  thread.start()
-  try:
-    yield
-  finally:
-    ended.set()
-    thread.join()
+  with futures.ThreadPoolExecutor() as pool:
+    pool.submit(stop)
+    try:
+      yield
+    finally:
+      ended.set()
 
 
 def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
                 rest=0.2, seed=0):
   """Workers of a coordinator in Keras, one of them slow."""
   runs = {}
-  with _cluster.Cluster([coordinate], preload=[_tasks.__name__],
-                        coordinator=True, ps=2, worker=_WORKERS) as cluster:
+  with _cluster.Cluster(
+      [coordinate], preload=[_tasks.__name__], coordinator=True, ps=2,
+      worker=_WORKERS) as cluster, _slow(
+          cluster.tasks["worker", _WORKERS - 1].process.pid, rest):
     task = cluster.tasks["coordinator", 0]
-    slow = cluster.tasks["worker", _WORKERS - 1].process.pid
-    with _slow(slow, rest):
-      for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
-                       (f"limit {limit}", limit)):
-        with _command.progress(total=steps, desc=name) as progress:
-          task.tell("coordinate", steps=steps, limit=of, seed=seed)
-          runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
+    for name, of in _report.progress([("Keras", None), ("no limit", _NO_LIMIT),
+                                      (f"limit {limit}", limit)], unit="run"):
+      runs[name] = task.ask("coordinate", steps=steps, limit=of, seed=seed)
 
-  _command.print_table(
+  _report.print_table(
       f"after {steps} scheduled steps",
       ["", "iterations", "dropped", "lost", "right"],
       [[name, run["iterations"], sum(run["dropped"]),
         steps - run["iterations"] - sum(run["dropped"]),
         f"{run['accuracy']:.1%}"] for name, run in runs.items()])
-  _plots.draw_staleness(out, "DropStaleGradient", {
+  _report.draw_staleness(out / "staleness.png", "DropStaleGradient", {
       name: {f"{of}: {sum(run[of])}": run[of] for of in ("admitted", "dropped")}
       for name, run in runs.items() if name != "Keras"})
   return {"runs": runs}
 
 
 # The policies, with simulated workers.
-_TUNING_SEED = 1000
 _ORDERS = ("in turn", "random")
-_VOCABULARY = 800
-_CONTEXT = 3
-
+_VOCABULARY, _CONTEXT = 800, 3
 _STYLES = {"sequential": "k.-", "asynchronous": "C7.-", "dropped": "C3.-",
            "scaled": "C1.-", "DC-ASGD-a": "C0.-", "gap-aware": "C2.-"}
 _SEQUENTIAL, *METHODS = _STYLES
@@ -248,162 +221,131 @@ _SEQUENTIAL, *METHODS = _STYLES
 
 def _split_words(files):
   documents = _tasks.read_documents(files)
-  counts = collections.Counter(sorted(w for d in documents for w in d))
-  number = {word: i + 1 for i, (word, _) in enumerate(
-      counts.most_common(_VOCABULARY - 1))}  # 0: another word.
-  training, *others = _tasks.split(*_tasks.windows(_CONTEXT, *(
-      np.array([number.get(w, 0) for w in d], np.int32) for d in documents)))
-  return _tasks.Split(training, *((x[:4000], y[:4000]) for x, y in others))
+  numbers = _tasks.numbers_of(sorted(itertools.chain(*documents)),
+                              _VOCABULARY - 1)
+  return _tasks.split(*_tasks.windows(_CONTEXT, *(
+      np.int32([numbers.get(w, 0) for w in d]) for d in documents)), most=4000)
 
 
 TASKS = {
-    "digits": _tasks.Task(
-        _tasks.split_scans, lambda: _tasks.make_dense((8, 8, 1), 32, 10),
-        *_tasks.CLASSES),
-    "cancer": _tasks.Task(
-        _tasks.split_cancer, lambda: _tasks.make_dense((30,), 16, 2),
-        *_tasks.CLASSES),
-    "words": _tasks.Task(
-        _split_words, lambda: _tasks.make_embedded(
-            _CONTEXT, _VOCABULARY, 16, keras.layers.GlobalAveragePooling1D(),
-            _VOCABULARY), *_tasks.WORDS),
-}
+    "digits": _tasks.classes(
+        _tasks.split_scans, lambda: _tasks.make_dense((8, 8, 1), 32, 10)),
+    "cancer": _tasks.classes(
+        _tasks.split_cancer, lambda: _tasks.make_dense((30,), 16, 2)),
+    "words": _tasks.predictions("word", _split_words, lambda: (
+        _tasks.make_embedded(_CONTEXT, _VOCABULARY, 16, _VOCABULARY)))}
 
 
-def make_optimizer(method, workers, rate, lambda_, step):
-  """The optimizer of a method, and whether it is a gate."""
+def make_optimizer(method, workers, rate, lambda_):
+  """The optimizer of a method."""
   descent = tf1.train.GradientDescentOptimizer(rate)
   if method in ("sequential", "asynchronous"):
-    return descent, False
-  policy = {"dropped": "drop", "scaled": "scale", "gap-aware":
-            wrapopt.GapAware(), "DC-ASGD-a": wrapopt.DelayCompensation(lambda_)
-           }[method]
-  limit = workers // 2 if method == "dropped" else _NO_LIMIT
+    return descent
   return wrapopt.DropStaleGradientOptimizer(
-      descent, limit, policy=policy, global_step=step), True
+      descent, workers // 2 if method == "dropped" else _NO_LIMIT,
+      global_step=tf.Variable(0, dtype=tf.int64), policy={
+          "dropped": "drop", "scaled": "scale", "gap-aware": wrapopt.GapAware(),
+          "DC-ASGD-a": wrapopt.DelayCompensation(lambda_)}[method])
 
 
-class Simulation:
-  """Trains a model as several workers would, several times, traced once."""
+def make_simulation(task, split):
+  """A function that trains as several workers would, traced once.
 
-  def __init__(self, task, files=120):
-    self._task, self._split = task, task.load(files)
-    self._model = task.make_model()
-    self.weights = [v.value for v in self._model.trainable_variables]
+  Args:
+    task: A `_tasks.Task`.
+    split: Its data.
 
-    @tf.function
-    def gradients(x, y):
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(task.loss(y, self._model(x)))
-      return tape.gradient(loss, self.weights)
+  Returns:
+    A function of a method, the number of workers, one of the orders, the
+    learning rate, the lambda of the delay compensation, the seed of weights,
+    batches and orders, the numbers of gradients after which the error is
+    measured, and the part of the split that it is measured on. It returns the
+    errors, the weights, and the optimizer.
+  """
+  model, (x, y) = task.make_model(), split["training"]
+  weights = [v.value for v in model.trainable_variables]
 
-    self._gradients = gradients
+  @tf.function
+  def gradients_of(x, y):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(task.loss(y, model(x)))
+    return tape.gradient(loss, weights)
 
-  def run(self, method, workers, order, rate, lambda_, seed, points, part):
-    """Trains.
-
-    Args:
-      method: One of METHODS, or "sequential".
-      workers: Their number.
-      order: One of the orders.
-      rate: The learning rate.
-      lambda_: Of the delay compensation.
-      seed: Of weights, batches and random orders.
-      points: After how many gradients the error is measured, in order.
-      part: The part of the split that it is measured on.
-
-    Returns:
-      The errors, and the statistics of the gate, or None.
-    """
+  def run(method, workers, order, rate, lambda_, seed, points, part):
     rng = np.random.default_rng(seed)
-    for w in self.weights:
+    for w in weights:
       w.assign(rng.standard_normal(w.shape) / np.sqrt(w.shape[0])
                if len(w.shape) > 1 else np.zeros(w.shape))
-    step = tf.Variable(0, dtype=tf.int64)
-    opt, is_gate = make_optimizer(method, workers, rate, lambda_, step)
-    x, y = self._split.training
+    opt = make_optimizer(method, workers, rate, lambda_)
 
     def begin():
       batch = rng.integers(len(x), size=_BATCH)
       data = tf.constant(x[batch]), tf.constant(y[batch])
-      if not is_gate:
-        return self._gradients(*data), {}
-      with opt.record_step(variables=self.weights) as recorded:
-        return self._gradients(*data), {"recorded": recorded}
+      if not hasattr(opt, "record_step"):
+        return gradients_of(*data), {}
+      with opt.record_step(variables=weights) as recorded:
+        return gradients_of(*data), {"recorded": recorded}
 
-    errors = []
-    held = [begin() for _ in range(workers)]
+    errors, held = [], [begin() for _ in range(workers)]
     for i in range(points[-1]):
       worker = i % workers if order == "in turn" else rng.integers(workers)
       gradients, record = held[worker]
-      opt.apply_gradients(zip(gradients, self.weights), **record)
+      opt.apply_gradients(zip(gradients, weights), **record)
       held[worker] = begin()
       if i + 1 in points:
-        errors.append(self._task.error_of(
-            self._model, getattr(self._split, part)))
-    return errors, opt.staleness_stats() if is_gate else None
+        errors.append(task.error_of(model, split[part]))
+    return errors, weights, opt
+
+  return run
+
+
+def _name(method, workers, order):
+  return method if method == _SEQUENTIAL else (
+      f"{method}, {workers} workers {order}")
 
 
 def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
              seeds=3, quick=False):
   """The ways to treat old gradients: drop, scale, compensate them."""
-  points = _command.points(steps, 4 if quick else 12)
-  grid = {"rates": (0.3,), "lambdas": (0.5,), "workers": (2, 4),
-          "orders": _ORDERS[:1]} if quick else {
-              # The largest of equal ones: delays matter most with it.
-              "rates": (10.0, 3.0, 1.0, 0.3, 0.1, 0.03),
-              "lambdas": (2.0, 0.5, 0.1), "workers": (4, 8, 16),
-              "orders": _ORDERS}
-  sequential = _SEQUENTIAL, 1, "in turn"
-  compensated = "DC-ASGD-a", max(grid["workers"]), "in turn"
+  workers, orders = ((2, 4), _ORDERS[:1]) if quick else ((4, 8, 16), _ORDERS)
+  runs = {_name(*run): run for run in (
+      (_SEQUENTIAL, 1, "in turn"), ("DC-ASGD-a", workers[-1], "in turn"),
+      *itertools.product(METHODS, workers, orders))}
+  # The largest of equal rates and lambdas: delays matter most with it.
+  tuned = dict(zip(runs, ((10.0, 3.0, 1.0, 0.3, 0.1, 0.03), (2.0, 0.5, 0.1))))
 
-  def trainer_of(name, found):
-    simulation = Simulation(TASKS[name], 12 if quick else 120)
+  def trainer_of(name, split, found):
+    simulate = make_simulation(TASKS[name], split)
 
-    def train(contender, setting, *how):
-      rate, lambda_ = (found[of].best if of in found else setting
-                       for of in (sequential, compensated))
-      errors, _ = simulation.run(*contender, rate, lambda_, *how)
-      return errors
+    def train(run, setting, *how):
+      settings = [found[of]["best"] if of in found else setting for of in tuned]
+      return simulate(*runs[run], *settings, *how)[0]
 
     return train
 
-  found = _study.compare(
-      tasks, {sequential: grid["rates"], compensated: grid["lambdas"]} | {
-          of: () for of in itertools.product(
-              METHODS, grid["workers"], grid["orders"]) if of != compensated},
-      trainer_of, points, [_TUNING_SEED], range(seeds))
-
-  results = {}
-  for name, of_task in found.items():
-    rate, lambda_ = of_task[sequential], of_task[compensated]
-    results[name] = {
-        "rate": rate.best, "lambda": lambda_.best,
-        "validation": {"rate": dict(rate.tried), "lambda": dict(lambda_.tried)},
-        "errors": {order: {workers: {
-            _SEQUENTIAL: rate.errors, **{
-                method: of_task[method, workers, order].errors
-                for method in METHODS}} for workers in grid["workers"]}
-                   for order in grid["orders"]}}
-    for order, by_workers in results[name]["errors"].items():
-      _command.print_table(
+  results = _study.compare(TASKS, tasks, dict.fromkeys(runs, ()) | tuned,
+                           trainer_of, steps, [1000], seeds, quick)
+  for name, found in results["tasks"].items():
+    rate, lambda_ = (found[of]["best"] for of in tuned)
+    for order in orders:
+      _report.print_table(
           f"{name}: {TASKS[name].label}, held out; workers {order}; rate "
-          f"{rate.best:g}, lambda {lambda_.best:g}", ["workers", *by_workers],
-          [[method, *(_study.of_seeds(errors[method])
-                      for errors in by_workers.values())]
-           for method in _STYLES])
-  _plots.draw_curves(
-      os.path.join(out, "curves.png"),
+          f"{rate:g}, lambda {lambda_:g}", ["workers", *workers],
+          [[method, *(_study.of_seeds(found[_name(method, m, order)])
+                      for m in workers)] for method in _STYLES])
+  _report.draw_curves(
+      out / "curves.png",
       "held-out error; band: the least and the largest of the seeds",
       "gradients", [
-          _study.panel(f"{name}, {m} workers in turn", TASKS[name].label,
-                       points, of["errors"]["in turn"][m], _STYLES)
-          for m in (grid["workers"][0], grid["workers"][-1])
-          for name, of in results.items()])
-  return {"points": points, **grid, "tasks": results}
+          _study.panel(f"{name}, {m} workers in turn", TASKS[name].label, {
+              method: found[_name(method, m, "in turn")] for method in _STYLES},
+                       results["points"], _STYLES)
+          for m in (workers[0], workers[-1])
+          for name, found in results["tasks"].items()])
+  return results
 
 
-main = _command.command("staleness", __doc__, session, coordinator, policies)
+main = _report.command("staleness", __doc__, session, coordinator, policies)
 
 if __name__ == "__main__":
   main()
