@@ -63,8 +63,9 @@ def main():
     if not child:
       return run(file)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    # A filter leaves no case of most files.
-    failed |= status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+    # Only a filter may leave a file without cases.
+    failed |= status != 0 and not (
+        only and status == pytest.ExitCode.NO_TESTS_COLLECTED)
     if report:
       reports.extend(_cases(report, file, status))
   if report:

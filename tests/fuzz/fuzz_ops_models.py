@@ -907,7 +907,7 @@ def model_of(op):
   return _MODELS.get(inputs.family(op))
 
 
-# What is wrong and what was got, or what to do; and TensorFlow's own words.
+# A refusal has one of these: our rules, or TensorFlow's own words.
 _TOLD = re.compile(
     "must .*, got |misshapen: got .* but expected |must be named once|"
     "must not be empty|must be one of |is not a variable|"

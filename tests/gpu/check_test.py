@@ -15,7 +15,7 @@ def gpu(request, monkeypatch):
 
 
 def check(program, *args):
-  """What the program prints, which finds all right."""
+  """Runs a program that must find no fault; returns what it prints."""
   process = subprocess.run([f"cc/gpu/check/{program}", *args],
                            capture_output=True, text=True, check=False)
   assert process.returncode == 0, process.stdout + process.stderr

@@ -25,7 +25,7 @@ DTYPES = (HALF, BFLOAT16, FLOAT, DOUBLE)
 PAIRS = ((HALF, HALF), (HALF, FLOAT), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT),
          (FLOAT, FLOAT), (FLOAT, HALF), (FLOAT, BFLOAT16), (DOUBLE, DOUBLE))
 
-# Those of all variables that ops move and do not compute with.
+# Dtypes of variables that ops move without computing.
 PLAIN_DTYPES = [*(np.dtype(name) for name in (
     "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
     "bool", "complex64", "complex128")), *DTYPES]

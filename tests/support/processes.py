@@ -32,7 +32,7 @@ def run_python(*args, python=sys.executable, pythonpath=(), **env):
 
 
 def printed_by(*args, **kwargs):
-  """What an interpreter prints that runs as by `run_python`, and succeeds."""
+  """Runs an interpreter as `run_python` does; returns what it prints."""
   process = run_python(*args, **kwargs)
   assert process.returncode == 0, process.stderr
   return process.stdout

@@ -101,3 +101,8 @@ def test_files_of_a_target(cases, tmp_path):
   assert run(*files, TEST_SHARD_INDEX="1", **shard) == (["test_second"], 0)
   assert (tmp_path / "shards").exists()
   assert run(*files[:2], TESTBRIDGE_TEST_ONLY="late") == (["test_late"] * 2, 0)
+  second = "second and not late"
+  assert run(*files[:2], TESTBRIDGE_TEST_ONLY=second) == (["test_second"], 0)
+  files[1].write_text("def test_late(): pass\n")
+  # By day each file has a case, or it would be forgotten.
+  assert run(*files[:2]) == (["test_first", "test_late"], 1)

@@ -78,7 +78,7 @@ class Model:
 
 SWAPPED = {"a": [0.5, 0.5], "a" + AVERAGE: [1, 1], "b": [0.5, 0.5],
            "b" + AVERAGE: [1, 1], "c": [0, 0], "global_step": 1}
-# What a model holds then.
+# The variables of the model after its first step.
 STEPPED = [[1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
 PLAIN = {**SWAPPED, "a": [1, 1], "a" + AVERAGE: [0.5, 0.5], "b": [1, 1],
          "b" + AVERAGE: [0.5, 0.5]}
