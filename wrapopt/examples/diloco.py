@@ -321,9 +321,10 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), ways=WAYS,
   panels = []
   for name, found in results.items():
     label = TASKS[name].label
+    tried = max(len(of["tried"]) for of in found.values())
     _study.print_table(
         f"{name}: {label}, held out, and of all settings that were tried",
-        found, ["setting", "MB sent", "seconds", *["tried"] * 8], cells)
+        found, ["setting", "MB sent", "seconds", *["tried"] * tried], cells)
     rows = {way: np.array(of["errors"]) for way, of in found.items()}
     # After the start. They differ between seeds only in asynchronous training.
     sent = {way: of.mean(axis=0)[1:, 2] / 1e6 for way, of in rows.items()}
