@@ -5,7 +5,6 @@ Replicas are two CPUs, two worker processes, or workers of parameter servers.
 
 import contextlib
 import json
-import socket
 
 import keras
 import numpy as np
@@ -17,6 +16,7 @@ from processes import printed_by
 from replicas import REPLICAS, mirrored
 from training import ancestors
 import wrapopt.keras
+from wrapopt.examples import _cluster
 
 optimizers = keras.optimizers
 
@@ -507,11 +507,7 @@ def run(*args):
 
 
 def test_worker_processes():
-  with contextlib.ExitStack() as stack:
-    sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-    for s in sockets:
-      s.bind(("localhost", 0))
-    addresses = [f"localhost:{s.getsockname()[1]}" for s in sockets]
+  addresses = [f"localhost:{port}" for port in _cluster.free_ports(2)]
   found = dict(run("-c", WORKERS, *addresses))
   start, steps = np.array(16.0), [np.array(-1.5)] * 3
   want = {name: [float(w), float(averages.popitem()[1])]

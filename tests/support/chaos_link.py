@@ -1,28 +1,10 @@
 """A link between a worker and the others that can go down."""
 
-import random
-import socket
 import subprocess
 import sys
 
 import chaos_proxy
 from wrapopt.examples import _cluster
-
-
-def free_ports(n):
-  """Ports that no connection of another process gets while one is restarted."""
-  with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="utf-8") as f:
-    first, _ = map(int, f.read().split())
-  found = []
-  while len(found) < n:
-    port = random.SystemRandom().randrange(min(10000, first - 1000), first)
-    try:
-      socket.create_server(("localhost", port)).close()
-    except OSError:
-      continue
-    if port not in found:
-      found.append(port)
-  return found
 
 
 class Link:
@@ -41,7 +23,7 @@ class Link:
       tasks: All tasks of a cluster: [(job, number)].
       behind: The task that reaches its parameter servers through the link.
     """
-    ports = free_ports(2 * len(tasks))
+    ports = _cluster.free_ports(2 * len(tasks))
     self._ports = dict(zip(tasks, ports))
     self._proxies = dict(zip(tasks, ports[len(tasks):]))
     self._behind = behind

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import itertools
 import json
-import socket
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from training import ops_of_type
 from training import session_of
 from training import slots_of
 from training import train
+from wrapopt.examples import _cluster
 
 SHARDS = 4
 # Before TensorFlow starts: a device for each replica.
@@ -675,11 +675,7 @@ sys.exit(any(process.exitcode for process in processes))
 
 
 def test_workers_train():
-  with contextlib.ExitStack() as stack:
-    sockets = [stack.enter_context(socket.socket()) for _ in range(SHARDS)]
-    for s in sockets:
-      s.bind(("localhost", 0))
-    addresses = [f"localhost:{s.getsockname()[1]}" for s in sockets]
+  addresses = [f"localhost:{port}" for port in _cluster.free_ports(SHARDS)]
   process = run_python("-c", WORKERS, *addresses, CUDA_VISIBLE_DEVICES="-1",
                        no_grpc_proxy="localhost")
   assert process.returncode == 0, process.stderr

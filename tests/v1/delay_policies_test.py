@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 
 import arrays
-import chaos_link
 import numerics
 import wrapopt
 from modes import control_flow
@@ -26,6 +25,7 @@ from training import graphs_in
 from training import ops_of_type
 from training import session_of
 from training import sgd
+from wrapopt.examples import _cluster
 
 tf1 = tf.compat.v1
 v1 = tf1.train
@@ -237,7 +237,7 @@ def test_a_function(policy, fused):
 @pytest.fixture(scope="module")
 def cluster():
   """A parameter server and a worker, in this process."""
-  ports = zip(("ps", "worker"), chaos_link.free_ports(2))
+  ports = zip(("ps", "worker"), _cluster.free_ports(2))
   spec = tf.train.ClusterSpec({
       job: [f"localhost:{port}"] for job, port in ports})
   # Both are held as long as the tests run.

@@ -29,10 +29,10 @@ import time
 
 import numpy as np
 
-import chaos_link
 import local_job
 import local_worker
 from wrapopt.bench import hosts
+from wrapopt.examples import _cluster
 
 ROUND_SECS = 3.0
 STEPS = 15  # Of the slower workers: 200 ms each, and 100 ms of the others.
@@ -58,7 +58,7 @@ class Chaos:
     self._links = dict(zip(names, self._hosts.hosts))
     self._job = local_job.Job(
         num_workers, folder, self._links,
-        (2222, 2222) if has_links else chaos_link.free_ports(2),
+        (2222, 2222) if has_links else _cluster.free_ports(2),
         steps=STEPS, step_secs=ROUND_SECS / STEPS, saves=True,
         algorithm=algorithm, options=RULES)
     self._algorithm = algorithm

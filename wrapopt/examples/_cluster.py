@@ -12,6 +12,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
@@ -150,9 +151,16 @@ def ask_all(name, arguments):
 
 
 def free_ports(n):
-  with contextlib.ExitStack() as stack:
-    return [stack.enter_context(socket.create_server(("localhost", 0)))
-            .getsockname()[1] for _ in range(n)]
+  """Finds n free ports that no connection of another process is given."""
+  with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="utf-8") as f:
+    first_given = int(f.read().split()[0])
+  ports = set()
+  while len(ports) < n:
+    port = random.SystemRandom().randrange(10000, max(first_given, 20000))
+    with contextlib.suppress(OSError):  # Taken.
+      socket.create_server(("", port)).close()
+      ports.add(port)
+  return list(ports)
 
 
 class Task:
