@@ -270,11 +270,13 @@ class Rounds:
     for generation, rounds in seen.items():
       self._check_generation(rounds, first[generation])
     for log in logs:
-      # Each round has its step, unless others went on while the worker read.
+      # Each round has its step, unless others went on, or the chief restored
+      # an earlier one, while the worker read.
       for entry in log.entries:
         if entry["kind"] in ("start", "step") and entry["place"][0] >= 0:
           round_, generation = entry["place"]
-          steps = first[generation][1] + round_
+          steps = min([first[generation][1] + round_, *(
+              sum(first[g]) for g in first if g > generation)])
           assert entry["step"] >= steps, (entry, first)
       # A step sends its values once.
       took_part = sum(n for who, n in self.rounds.items() if log.index in who)
