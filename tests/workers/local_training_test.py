@@ -24,6 +24,7 @@ import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _exchanges
 from wrapopt._local import _layout
+from wrapopt._local import _member
 from wrapopt._local import _server
 
 
@@ -494,6 +495,11 @@ def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
       thread = threading.Thread(target=_interrupts.watch)  # No effect there.
       thread.start()
       thread.join()
+      _, end = os.pipe()
+      os.set_blocking(end, False)
+      signal.set_wakeup_fd(end)
+      _interrupts.watch()  # That of other code stays.
+      print(_interrupts.count(), signal.set_wakeup_fd(-1) == end)
       _interrupts.watch()
       child = os.fork()
       if not child:
@@ -510,7 +516,25 @@ def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
         print(status, before, _interrupts.count())"""
   got = subprocess.run([sys.executable, "-c", program], check=True,
                        capture_output=True, text=True)
-  assert got.stdout.split() == ["0", "0", "1"], got.stderr
+  assert got.stdout.split() == ["0", "True", "0", "0", "1"], got.stderr
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_server_lacks_is_told_rather_than_a_lost_one(
+    late, monkeypatch, server):
+  local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], [server.target], "a", 1,
+               round_timeout_secs=0.2)
+  monkeypatch.setattr(_member, "_LAST_SECS", 0.0)
+  lacks = tf.errors.DeadlineExceededError(None, None, "values of 'b'")
+  errors = [tf.errors.UnavailableError(None, None, "lost")] * 100
+  errors.insert(1 if late else 0, lacks)
+
+  def attempt():
+    raise errors.pop(0)
+
+  with pytest.raises(tf.errors.DeadlineExceededError, match="values of 'b'"):
+    member(local)._until_deadline(attempt)
+  assert len(errors) < 99  # Another one came after it.
 
 
 def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch, server):
