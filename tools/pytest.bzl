@@ -7,10 +7,6 @@ NEEDS_CUDA_WHEEL = ["cuda-wheel"]
 # The tag of a test that only `./tools/test --nightly` runs; //... excludes it.
 _NIGHTLY = ["manual", "nightly"]
 
-# TensorFlow imports Keras, which takes a third of the import time in each
-# process. This selects the legacy Keras, which is not installed.
-_WITHOUT_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
-
 def pytest_room(
         args = {},
         data = {},
@@ -20,12 +16,12 @@ def pytest_room(
         shards = 1,
         tags = {},
         timeouts = {},
-        with_keras = []):
+        with_examples = []):
     """The tests of a folder, and its other modules as `helpers` of them.
 
-    By day, all files run in day_test, and those without Keras in
-    day_without_keras_test: one process imports TensorFlow, and forks a child
-    for each file. The target of a file, and that of its night, has it alone.
+    By day, all files run in day_test, or in day_with_examples_test: one process
+    imports TensorFlow, and forks a child for each file. The target of a file,
+    and that of its night, has it alone.
 
     Args:
       args, data, deps, timeouts: what some files have, by file.
@@ -35,8 +31,8 @@ def pytest_room(
         pytest_test}.
       shards: how many targets' worth of time day_test takes.
       tags: the same, of files that run by day in their own targets.
-      with_keras: those that have Keras in their processes, as TensorFlow's
-        users do: they need it, or they run what users run.
+      with_examples: those that need the packages of the examples, which are
+        hidden from all others.
     """
     native.py_library(
         name = "helpers",
@@ -49,11 +45,10 @@ def pytest_room(
         imports = ["."],
         deps = ["//tests/support"],
     )
-    have_keras = native.glob(with_keras)
     of_day = {True: [], False: []}
     for src in native.glob(["*_test.py"], exclude = exclude):
         if src not in tags and nightly.get(src) != "all":
-            of_day[src in have_keras].append(src)
+            of_day[src in with_examples].append(src)
         pytest_test(
             src = src,
             args = args.get(src, []),
@@ -61,13 +56,13 @@ def pytest_room(
             nightly = nightly.get(src),
             tags = tags.get(src, ["manual"]),
             timeout = timeouts.get(src, "long"),
-            with_keras = src in have_keras,
+            with_examples = src in with_examples,
             deps = [":helpers"] + deps.get(src, []),
         )
-    for has_keras, srcs in of_day.items():
+    for has_examples, srcs in of_day.items():
         if srcs:
             _pytest_test(
-                name = "day_test" if has_keras else "day_without_keras_test",
+                name = "day_with_examples_test" if has_examples else "day_test",
                 srcs = srcs,
                 args = ["--cases=day"] + [
                     _at_night(src, nightly[src])
@@ -77,7 +72,7 @@ def pytest_room(
                 data = depset(_of(data, srcs)).to_list(),
                 shard_count = min(shards, len(srcs)),
                 timeout = "eternal",
-                with_keras = has_keras,
+                with_examples = has_examples,
                 deps = depset([":helpers"] + _of(deps, srcs)).to_list(),
             )
 
@@ -132,7 +127,7 @@ def _pytest_test(
         data = [],
         args = [],
         timeout = "long",
-        with_keras = False,
+        with_examples = False,
         **kwargs):
     native.py_test(
         name = name,
@@ -150,8 +145,7 @@ def _pytest_test(
         deps = deps + [
             "//tests/support",
             "//wrapopt",
-        ],
-        env = {} if with_keras else _WITHOUT_KERAS,
+        ] + ([] if with_examples else ["//tests/hidden"]),
         **kwargs
     )
 

@@ -29,7 +29,6 @@ def deltas(k):
 
 def fit(xs, diloco, epochs=1, backups=None, die=False):
   """Trains; with folders for backups, and dies in the last but one epoch."""
-  os.environ.pop("TF_USE_LEGACY_KERAS", None)
   import keras  # pylint: disable=g-import-not-at-top
   import wrapopt.keras  # pylint: disable=g-import-not-at-top,redefined-outer-name
   model = keras.Sequential([keras.Input([5]), keras.layers.Dense(

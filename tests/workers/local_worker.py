@@ -88,7 +88,6 @@ def checksum(values):
 
 def model_and_fit(sleep):
   """A model of variables of SHAPES, and a function that moves them in `fit`."""
-  os.environ.pop("TF_USE_LEGACY_KERAS", None)
   import keras  # pylint: disable=g-import-not-at-top
   import wrapopt.keras  # pylint: disable=g-import-not-at-top,redefined-outer-name
 
