@@ -41,8 +41,8 @@ def check(seeds):
     pytest.fail(f"{violation!r}\n{simulator.command(seed)}")
 
 
-def test_a_hundred_schedules():
-  check(range(100))
+def test_forty_schedules():
+  check(range(40))
 
 
 def test_schedules_that_have_failed():
@@ -50,7 +50,7 @@ def test_schedules_that_have_failed():
 
 
 def test_ten_thousand_schedules():
-  check(range(100, 10_100))
+  check(range(40, 10_040))
 
 
 def test_a_schedule_is_repeated():
