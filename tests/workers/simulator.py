@@ -120,8 +120,8 @@ class Thread:
     self.members = []  # One for each fragment.
     self.took_at = {}  # By Member: when it began to take its center.
     self.tries = 0  # To make members.
-    # By Member: (its place, the errors of its codes), and whether it does not
-    # know if its values count, since the answer was lost.
+    # By Member: (its place, the errors of its codes); by fragment: the place
+    # where it does not know if its values count, since the answer was lost.
     self.errors, self.unsure = {}, {}
     self.turn = None  # The last one: (incarnation of the lead, its number).
     # The fragments and names of workers: told last, and told before it entered.
@@ -291,11 +291,12 @@ class Session:
     self._calls = [c for c in self._calls if c.answer is None] + [call]
     world.count_call(call)
     if call.op == "arrive":
-      me.owner.unsure[call.part.fragment] = True
+      unsure, i = me.owner.unsure, call.part.fragment
+      unsure[i] = me.owner.members[i].place
     value, lost = self._wait(call, options.timeout_in_ms / 1000)
     world.count_call(call)
     if call.op == "arrive" and lost is None:
-      me.owner.unsure[call.part.fragment] = False
+      unsure.pop(i, None)
     if lost is not None:
       raise lost
     i = call.part.fragment
@@ -662,7 +663,7 @@ class Oracle:
                  if thread.name in workers}
       right = [lost for i, (_, _, lost, by) in enumerate(meant)
                if by is thread and i in counted] or [old]
-      if thread.unsure.pop(self._fragment, False) or (
+      if thread.unsure.get(self._fragment) == place or (
           member.place[1] != place[1]):  # Or the round has begun again.
         right = [old, *(x[2] for x in meant if x[3] is thread)]
     if not any(np.allclose(member.errors or [0], x or [0], rtol=0, atol=1e-5)
