@@ -330,14 +330,27 @@ def test_what_the_function_refuses():
             {"lr": 1.0}, [[tf.Variable([1.0])]], [0.5], log_decays=[[lags]])
 
 
-@pytest.mark.parametrize("shape, is_compiled", [
-    ([None, 3], True), ([None, None], False), (None, False)])
+def test_an_average_is_checked_after_a_variable_without_one():
+  v, w, average = (tf.Variable([1.0, 2.0], name=name) for name in "vwa")
+  for shadows, error in (
+      ([[None, tf.Variable([1.0])]], r"`shadows\[0\]\[1\]` .*shape"),
+      ([[None, average], [average, None]], r"got both for .*\[0\], 'v:0'")):
+    with pytest.raises(ValueError, match=error):
+      apply("GradientDescent", {"var": [v, w]}, [tf.ones([2])] * 2,
+            {"lr": 1.0}, shadows, [0.5] * len(shadows))
+  for x in v, w, average:
+    assert x.numpy().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("shape, accept, is_compiled", [
+    ([None, 3], None, True), ([None, None], None, False), (None, None, False),
+    (None, True, True)])
 def test_xla_compiles_steps_whose_gradients_have_rows_of_a_shape(
-    shape, is_compiled):
-  """They have any number of rows. The step may not be accepted."""
+    shape, accept, is_compiled):
+  """They have any number of rows. Or the step is always accepted."""
   with tf.Graph().as_default():
     v = tf1.get_variable("v", [4, 3], use_resource=True)
     grad = tf.IndexedSlices(tf1.placeholder(tf.float32, shape),
                             tf1.placeholder(tf.int64, [None]))
-    op = sgd(v, grad, accept=tf1.placeholder(tf.bool, []))
+    op = sgd(v, grad, accept=accept or tf1.placeholder(tf.bool, []))
     assert ("_XlaCompile" not in op.node_def.attr) == is_compiled
