@@ -193,7 +193,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
         others, in seconds; by default 600.
       chief_timeout_secs: The time that the hook of a worker waits for that of
         the chief, in seconds; by default 1200, or twice `round_timeout_secs` if
-        that is more.
+        that is more. A worker in a round waits as long, after
+        `round_timeout_secs`, while a chief that has restarted restores.
       worker: The name of this worker, different from all others and the same
         after a restart; by default the `worker_device` of the getter. A single
         worker needs no name.
@@ -242,7 +243,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
     self._is_chief = is_chief
     self._chief_timeout_secs = chief_timeout_secs
     self._member = _in_graph.Member(worker or "worker", num_worker, min_workers,
-                                    float(round_timeout_secs))
+                                    float(round_timeout_secs),
+                                    float(chief_timeout_secs))
     self._applied = 0  # The number of calls of `apply_gradients`.
     self._starts: list[Any] = []  # What `get_init_op` has made.
 

@@ -119,10 +119,13 @@ absl::Status AveragingJoin(OpKernelContext* ctx) {
 
 class AveragingEnterOp : public AsyncOpKernel {
  public:
-  explicit AveragingEnterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
+  explicit AveragingEnterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("stopped_secs", &stopped_secs_));
+  }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    const auto read = [ctx](const TensorRounds&, RoundWait* wait) {
+    const auto read = [this, ctx](const TensorRounds&, RoundWait* wait) {
+      wait->stopped_secs = stopped_secs_;
       return Read(ctx, wait);
     };
     Wait(ctx, std::move(done), read, [ctx](const Known& known) -> absl::Status {
@@ -148,6 +151,8 @@ class AveragingEnterOp : public AsyncOpKernel {
     return absl::InvalidArgumentError(absl::StrCat(
         "turn_secs must be greater than 0, got ", wait->turn_secs));
   }
+
+  float stopped_secs_;
 };
 
 // A message of a worker: its values, or a center.
@@ -331,10 +336,13 @@ absl::Status AveragingFollow(OpKernelContext* ctx, Isa isa) {
 
 class AveragingCloseOp : public AsyncOpKernel {
  public:
-  explicit AveragingCloseOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
+  explicit AveragingCloseOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("stopped_secs", &stopped_secs_));
+  }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    const auto read = [ctx](const TensorRounds& rounds, RoundWait* wait) {
+    const auto read = [this, ctx](const TensorRounds& rounds, RoundWait* wait) {
+      wait->stopped_secs = stopped_secs_;
       return Read(ctx, rounds, wait);
     };
     Wait(ctx, std::move(done), read,
@@ -359,6 +367,8 @@ class AveragingCloseOp : public AsyncOpKernel {
                      "], the num_workers of ", rounds.subject(), ", got ",
                      wait->min_workers));
   }
+
+  float stopped_secs_;
 };
 
 absl::Status AveragingLeave(OpKernelContext* ctx) {

@@ -259,10 +259,12 @@ most_turns: How many workers may have a turn. 0: the turn is to restore a
   center, and begins when no worker has one.
 turn_secs: After that time, the turn ends and its values are dropped.
 timeout_secs: After that time without a turn, the op fails.
+stopped_secs: The time that it then waits on, if the rounds are stopped.
 turn: Its number, or -1 if the values are not wanted: another round is open, it
   is closed, the worker's values are part of it, or it has entered again.
 known: [1 + M] what the lead knows, with this turn and place.
-)doc");
+)doc",
+    {"stopped_secs: float = 0.0"});
 
 const bool stage_defined = RegisterRoundsOp(
     "Wrapopt>AveragingStage",
@@ -366,9 +368,12 @@ place: [2] the open round and its generation.
 min_workers: A scalar in [1, num_workers].
 timeout_secs: A scalar greater than 0; infinity for no deadline.
 grace_secs: A scalar of at least 0, the same.
+stopped_secs: The time that it waits on after timeout_secs, if the rounds are
+  stopped.
 known: [1 + M] the members, sorted, also of the last round that has ended; none
   of other rounds.
-)doc");
+)doc",
+    {"stopped_secs: float = 0.0"});
 
 const bool restore_defined = RegisterRoundsOp(
     "Wrapopt>AveragingRestore",

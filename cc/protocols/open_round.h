@@ -279,6 +279,11 @@ class OpenRound {
     const double limit = wait.timeout_secs;
     const std::string within =
         Text(" within ", limit < 10 ? limit : std::round(limit), " seconds");
+    if (is_stopped()) {
+      return RoundsStatus::DeadlineExceeded(
+          Text(subject_, " are stopped, and the chief has begun none", within,
+               ": start the chief, or wait longer"));
+    }
     return RoundsStatus::DeadlineExceeded(
         Text("round ", open_, " of ", subject_,
              wait.what == RoundWait::For::kClose

@@ -44,6 +44,7 @@ struct RoundWait {
   double grace_secs = kForever;
 
   double timeout_secs = kForever;
+  double stopped_secs = 0;  // Added once, if the rounds are stopped by then.
   // Registers a function to call if the step of the wait ends; returns false if
   // the step has ended. `unwatch` unregisters it. Both are empty if the step
   // cannot end.

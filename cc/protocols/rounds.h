@@ -420,7 +420,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::lock_guard<std::mutex> lock(mu_);
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
-    const RoundWait& wait = found->second;
+    RoundWait& wait = found->second;
+    if (round_.is_stopped() && wait.stopped_secs > 0) {
+      const double more = std::exchange(wait.stopped_secs, 0);
+      wait.timeout_secs += more;
+      wait.timer = After(more, [id](Rounds* self) { self->TimeOut(id); });
+      return;
+    }
     if (wait.what == For::kClose &&
         round_.Suffice(round_.came(), wait.min_workers)) {
       round_.ExpectMembers();

@@ -704,6 +704,33 @@ TEST(Rounds, StoppedRounds) {
   EXPECT_EQ(turn->known.turn, -1);
 }
 
+// The time for the chief comes after that for other workers.
+TEST(Rounds, AWaitThatEndsInStoppedRounds) {
+  Fixture f;
+  f.Bring("a", 1);
+  RoundWait close = {For::kClose, {0, 1}, "", 0, 0, 0, 2};
+  RoundWait enter = {For::kTurn, {-1, 2}, "b", 0, 1, kTurn};
+  close.stopped_secs = enter.stopped_secs = 2;
+  const HeardPtr lasts = f.Start(close), begins = f.Start(close);
+  Restore(f.lead.get(), {-1, 2}, 1);
+  const HeardPtr turn = f.Start(enter);
+  for (int i = 0; i < 3; ++i) f.timer.Ring(kWait);
+  EXPECT_EQ(lasts->times + begins->times + turn->times, 0);
+  f.timer.Ring(2);
+  EXPECT_EQ(lasts->status.message,
+            "averaging rounds 'r' are stopped, and the chief has begun none "
+            "within 11 seconds: start the chief, or wait longer");
+  Restore(f.lead.get(), {0, 3}, 2);
+  EXPECT_TRUE(begins->status.ok());
+  EXPECT_TRUE(turn->status.ok());
+  EXPECT_EQ(begins->times + turn->times, 2);
+  EXPECT_EQ(f.timer.set.size(), 0u);
+  close.place = {0, 3};  // Rounds that are open have their own time alone.
+  const HeardPtr open = f.Start(close);
+  f.timer.Ring(kWait);
+  EXPECT_EQ(open->status.code, Code::kDeadlineExceeded);
+}
+
 TEST(Rounds, ARestore) {
   Fixture f;
   const HeardPtr turn = f.Enter("a", {0, 1}), closed = f.Close({0, 1}, 1);

@@ -261,6 +261,34 @@ def test_rounds_stop_while_the_chief_writes_the_centers(own_saver, target,
     generation = begun
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_worker_waits_for_a_chief_longer_than_for_others(begins, target):
+  worker = Worker(scope=f"waits_{begins}")
+  with worker.training(round_timeout_secs=0.5,
+                       chief_timeout_secs=60 if begins else 0.5) as (
+                           opt, train, step, v):
+    stop, begin = (make(opt._open_rounds())
+                   for make in (opt._member.stop, opt._member.begin))
+    hook = opt.make_session_run_hook()
+    hook.begin()
+    with session_of(target=target) as session:
+      hook.after_create_session(session, None)
+      session.run(train)
+      session.run(stop)
+      if not begins:
+        with pytest.raises(tf.errors.DeadlineExceededError,
+                           match="are stopped, and the chief has begun none"):
+          session.run(train)
+        return
+      chief = threading.Timer(1.5, lambda: session.run(begin))
+      chief.start()
+      session.run(train)  # Takes the centers.
+      chief.join()
+      assert session.run([v, step]) == [1, 1]
+      session.run(train)
+      assert session.run([v, step]) == [2, 2]
+
+
 def test_a_step_that_failed_does_not_count(target):
   worker = Worker(scope="failed")
   with worker.build():

@@ -76,12 +76,14 @@ class Member:
     num_workers: The number of workers.
     min_workers: The number of workers that end a round after its time.
     round_timeout_secs: The time that a worker waits for others in a round.
+    chief_timeout_secs: The time that it then waits on while rounds are stopped.
     process: A number that no other process has.
   """
   name: str
   num_workers: int
   min_workers: int
   round_timeout_secs: float
+  chief_timeout_secs: float
   process: int = dataclasses.field(
       default_factory=lambda: secrets.randbits(62) + 1)
 
@@ -168,7 +170,8 @@ class Member:
       began = raw.wrapopt_averaging_clock()
       _, known = raw.wrapopt_averaging_enter(
           handles[lead.device], self.name, self.process, place,
-          most_turns=_MOST_PUSHES, turn_secs=limit, timeout_secs=limit)
+          most_turns=_MOST_PUSHES, turn_secs=limit, timeout_secs=limit,
+          stopped_secs=self.chief_timeout_secs)
     staged = [stage(server, at(server, known)) for server in others]
     with tf.control_dependencies(staged):
       staged = stage(lead, known)
@@ -182,7 +185,7 @@ class Member:
       # No grace is shorter than the wait: the round waits for all workers.
       closed = raw.wrapopt_averaging_close(
           handles[lead.device], place, self.min_workers, timeout_secs=left,
-          grace_secs=limit)
+          grace_secs=limit, stopped_secs=self.chief_timeout_secs)
     ended = [end(server, at(server, closed)) for server in others]
     with tf.control_dependencies(ended):
       return end(lead, closed)
