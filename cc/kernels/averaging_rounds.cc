@@ -117,10 +117,17 @@ absl::Status AveragingJoin(OpKernelContext* ctx) {
   return absl::OkStatus();
 }
 
+absl::Status ReadStopped(OpKernelConstruction* ctx, float* secs) {
+  TF_RETURN_IF_ERROR(ctx->GetAttr("stopped_secs", secs));
+  if (*secs >= 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("stopped_secs must be at least 0, got ", *secs));
+}
+
 class AveragingEnterOp : public AsyncOpKernel {
  public:
   explicit AveragingEnterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("stopped_secs", &stopped_secs_));
+    OP_REQUIRES_OK(ctx, ReadStopped(ctx, &stopped_secs_));
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
@@ -337,7 +344,7 @@ absl::Status AveragingFollow(OpKernelContext* ctx, Isa isa) {
 class AveragingCloseOp : public AsyncOpKernel {
  public:
   explicit AveragingCloseOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("stopped_secs", &stopped_secs_));
+    OP_REQUIRES_OK(ctx, ReadStopped(ctx, &stopped_secs_));
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {

@@ -246,6 +246,8 @@ class _Maker:
         attrs[attr.name] = value
       elif attr.type == "bool":
         attrs[attr.name] = bool(rng.integers(2))
+      elif attr.type == "float":
+        attrs[attr.name] = 0.0
     if "value" in attrs:
       attrs["value"] = int(rng.integers(2))
     if "num_workers" in by_name:
@@ -680,6 +682,8 @@ class _Spoiler:
       new = self._pick([0, 1, -1, old + 1, 7, 2**31 - 1, 2**62])
     elif attr.type == "bool":
       new = not old
+    elif attr.type == "float":
+      new = self._pick([1.5, -1.5, float("nan"), float("inf")])
     elif attr.type == "string":
       new = self._pick(["", "Ema", "WeightedSum", "nonsense", "\0", "x" * 5000])
     elif attr.type == "list(type)":

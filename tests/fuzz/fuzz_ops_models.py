@@ -636,6 +636,7 @@ def _enter(call):
   most, worker = int(call.number("most_turns")), call.number("worker")
   call.demand(most >= 0, f"most_turns = {most}")
   call.demand(call.number("turn_secs") > 0, "such a turn")
+  call.demand(call.case.attrs["stopped_secs"] >= 0, "such a time for the chief")
   call.demand(call.number("timeout_secs") > 0, "such a timeout")
   known = {*rounds.members, *rounds.staged}
   call.demand(worker in known or len(known) < rounds.workers,
@@ -724,6 +725,7 @@ def _close(call):
   call.demand(1 <= least <= rounds.workers, f"min_workers = {least}")
   call.demand(call.number("timeout_secs") > 0, "such a timeout")
   call.demand(call.number("grace_secs") >= 0, "such a grace")
+  call.demand(call.case.attrs["stopped_secs"] >= 0, "such a time for the chief")
   members = sorted(rounds.members) if place == rounds.place else []
   call.demand(place != rounds.place or rounds.is_closed or
               len(members) >= least, "too few workers")

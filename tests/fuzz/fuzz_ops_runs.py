@@ -190,7 +190,7 @@ class World:
       _, known = run(
           "Enter", worker=worker, process=integer(0), most_turns=integer(99),
           place=integer(rounds.place), turn_secs=double(np.inf),
-          timeout_secs=double(np.inf))
+          timeout_secs=double(np.inf), stopped_secs=0.0)
       stage(worker, known, values)
       return known
 
@@ -206,7 +206,7 @@ class World:
       enter(worker, values)
     if rounds.is_closed:
       run("Close", place=integer(rounds.place), min_workers=integer(1),
-          timeout_secs=double(0.001), grace_secs=double(0.))
+          timeout_secs=double(0.001), grace_secs=double(0.), stopped_secs=0.0)
     if rounds.offered is not None:
       stage(inputs.CENTRAL, told(inputs.OFFERED), rounds.offered)
     self._run(last)
