@@ -715,7 +715,7 @@ TEST(Rounds, AWaitThatEndsInStoppedRounds) {
   Restore(f.lead.get(), {-1, 2}, 1);
   const HeardPtr turn = f.Start(enter);
   for (int i = 0; i < 3; ++i) f.timer.Ring(kWait);
-  EXPECT_EQ(lasts->times + begins->times + turn->times, 0);
+  ASSERT_EQ(lasts->times + begins->times + turn->times, 0);
   f.timer.Ring(2);
   EXPECT_EQ(lasts->status.message,
             "averaging rounds 'r' are stopped, and the chief has begun none "
