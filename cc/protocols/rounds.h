@@ -380,8 +380,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         const std::string warning = round_.Close();
         if (!warning.empty()) warn_(warning);
       } else if (!wait.grace && round_.HasValues()) {
-        wait.grace = After(wait.grace_secs,
-                           [id = id](Rounds* self) { self->TimeOut(id); });
+        wait.grace = After(wait.grace_secs, [id = id](Rounds* self) {
+          self->TimeOut(id, /*is_grace=*/true);
+        });
       }
     }
     for (auto i = waits_.begin(); i != waits_.end();) {
@@ -415,12 +416,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     waits_.erase(found);
   }
 
-  void TimeOut(uint64_t id) {
+  void TimeOut(uint64_t id, bool is_grace = false) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
     RoundWait& wait = found->second;
+    if (round_.is_stopped() && is_grace) return;
     if (round_.is_stopped() && wait.stopped_secs > 0) {
       const double more = std::exchange(wait.stopped_secs, 0);
       wait.timeout_secs += more;

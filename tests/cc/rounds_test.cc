@@ -708,12 +708,13 @@ TEST(Rounds, StoppedRounds) {
 TEST(Rounds, AWaitThatEndsInStoppedRounds) {
   Fixture f;
   f.Bring("a", 1);
-  RoundWait close = {For::kClose, {0, 1}, "", 0, 0, 0, 2};
+  RoundWait close = {For::kClose, {0, 1}, "", 0, 0, 0, 1, kGrace};
   RoundWait enter = {For::kTurn, {-1, 2}, "b", 0, 1, kTurn};
   close.stopped_secs = enter.stopped_secs = 2;
   const HeardPtr lasts = f.Start(close), begins = f.Start(close);
   Restore(f.lead.get(), {-1, 2}, 1);
   const HeardPtr turn = f.Start(enter);
+  for (int i = 0; i < 2; ++i) f.timer.Ring(kGrace);
   for (int i = 0; i < 3; ++i) f.timer.Ring(kWait);
   ASSERT_EQ(lasts->times + begins->times + turn->times, 0);
   f.timer.Ring(2);
