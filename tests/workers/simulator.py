@@ -1449,10 +1449,16 @@ class Trainer:
   """A worker that takes part in rounds by the Members of its fragments."""
 
   def __init__(self, me, plan):
-    self._members = me.members
-    layout = me.world.layout
+    self._me, self._plan, self._members = me, plan, me.members
+
+  def _make(self):
+    """Makes the Members, again if their start has failed."""
+    me, plan, layout = self._me, self._plan, self._me.world.layout
+    resumes, me.resumes = me.resumes, True  # If this fails.
+    me.members.clear()
+    me.tries += 1
     for i in range(plan.fragments):
-      job = _job_number.Job(me.resumes)
+      job = _job_number.Job(resumes)
       servers = [
           SimulatedServer(f"s{s}", _settings.name_of("sim", i), me.name, "",
                           plan.num_workers, layout, s, job)
@@ -1464,6 +1470,8 @@ class Trainer:
 
   def start(self, initial, saved=None):
     begins = initial is not None
+    if begins:
+      self._make()
     for i, m in enumerate(self._members):
       m.start(initial[i] if begins else None, saved and saved[i])
       begins = begins and np.array_equal(initial[i], m.center)
