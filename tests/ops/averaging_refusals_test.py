@@ -222,6 +222,21 @@ def test_numbers_out_of_range(op, name, value, text):
         function()
 
 
+@pytest.mark.parametrize("op, place", [("enter", (-1, 2)), ("close", FIRST)])
+@pytest.mark.parametrize("more, error, text", [
+    (0., tf.errors.DeadlineExceededError, "are stopped, and the chief has "
+     "begun none within 0.05 seconds: start the chief"),
+    (0.25, tf.errors.DeadlineExceededError, "within 0.3 seconds"),
+    (-1., InvalidArgument, "stopped_secs must be at least 0, got -1"),
+    (np.nan, InvalidArgument, "stopped_secs must be at least 0, got nan")])
+def test_a_wait_for_rounds_that_are_stopped(mode, op, place, more, error, text):
+  server = opened(mode)
+  assert server.run("restore", "", 1, (-1, 2), 0)
+  with pytest.raises(error, match=text):
+    modes.evaluate(mode, lambda: raw_op(op)(**given_to(
+        op, server.handle, place=place, timeout_secs=0.05, stopped_secs=more)))
+
+
 def test_what_is_told_may_be_a_lie():
   """No text makes an op crash, or the rounds useless."""
   rng = np.random.default_rng(0)
