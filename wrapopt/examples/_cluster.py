@@ -151,12 +151,13 @@ def ask_all(name, arguments):
 
 
 def free_ports(n):
-  """Finds n free ports that no connection of another process is given."""
+  """Finds n free ports, others than connections are given if there are any."""
   with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="utf-8") as f:
-    first_given = int(f.read().split()[0])
+    first, last = map(int, f.read().split())
+  others = [*range(10000, first), *range(last + 1, 65536)]
   ports = set()
   while len(ports) < n:
-    port = random.SystemRandom().randrange(10000, max(first_given, 20000))
+    port = random.SystemRandom().choice(others or range(10000, 65536))
     with contextlib.suppress(OSError):  # Taken.
       socket.create_server(("", port)).close()
       ports.add(port)
