@@ -241,10 +241,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
           "`worker` must be a name if the getter's worker_device is None and "
           "there are several workers, got None.")
     self._is_chief = is_chief
-    self._chief_timeout_secs = chief_timeout_secs
     self._member = _in_graph.Member(worker or "worker", num_worker, min_workers,
                                     float(round_timeout_secs),
-                                    float(chief_timeout_secs))
+                                    chief_timeout_secs)
     self._applied = 0  # The number of calls of `apply_gradients`.
     self._starts: list[Any] = []  # What `get_init_op` has made.
 
@@ -390,7 +389,8 @@ class _Hook(SessionRunHook):
 
   def after_create_session(self, session, coord):
     opt = self._optimizer
-    deadline = time.monotonic() + opt._chief_timeout_secs
+    limit = opt._member.chief_timeout_secs
+    deadline = time.monotonic() + limit
     # The worker polls: a wait on the server would outlive the worker.
     while not opt._is_chief and not session.run(self._ready):
       if coord is not None and coord.should_stop():
@@ -398,7 +398,7 @@ class _Hook(SessionRunHook):
       if time.monotonic() > deadline:
         raise tf.errors.DeadlineExceededError(
             None, None, f"No chief of '{opt.get_name()}' has begun a round "
-            f"within {opt._chief_timeout_secs} seconds (`chief_timeout_secs`): "
+            f"within {limit} seconds (`chief_timeout_secs`): "
             "start the chief with its hook.")
       time.sleep(_POLL_SECS)
     if opt._is_chief:
