@@ -37,29 +37,28 @@ def seconds(work):
   return statistics.median(times)
 
 
+def compare(dtype, name, sizes):
+  variables, averages = ([torch.zeros(n, dtype=dtype, device="cuda")
+                          for n in sizes] for _ in range(2))
+  for variable in variables:
+    variable.grad = torch.zeros_like(variable)
+  ema = lambda: torch._foreach_lerp_(averages, variables, 0.1)
+  adam = torch.optim.Adam(variables, fused=True)
+
+  def both():
+    adam.step()
+    ema()
+
+  for what, work in ("EMA", ema), ("Adam", adam.step), ("Adam, EMA", both):
+    print(f"{what:16s} {name:12s} {str(dtype)[6:]:8s} "
+          f"{seconds(work) * 1e3:9.4f} ms", flush=True)
+
+
 def main():
   print(torch.cuda.get_device_name(), "PyTorch", torch.__version__)
   for dtype in torch.float32, torch.bfloat16, torch.float16, torch.float64:
-    size = torch.finfo(dtype).bits // 8
-    for name, sizes in ("one of 1 GiB", [2**30 // size]), ("ResNet-50",
-                                                          resnet50()):
-      def arrays(sizes=sizes, dtype=dtype):
-        return [torch.zeros(n, dtype=dtype, device="cuda") for n in sizes]
-
-      variables, averages = arrays(), arrays()
-      for variable in variables:
-        variable.grad = torch.zeros_like(variable)
-      ema = lambda: torch._foreach_lerp_(averages, variables, 0.1)  # pylint: disable=cell-var-from-loop
-      adam = torch.optim.Adam(variables, fused=True)
-
-      def both(adam=adam, ema=ema):
-        adam.step()
-        ema()
-
-      for what, work in ("EMA", ema), ("Adam", adam.step), ("Adam, EMA", both):
-        print(f"{what:16s} {name:12s} {str(dtype)[6:]:8s} "
-              f"{seconds(work) * 1e3:9.4f} ms", flush=True)
-      del variables, averages, adam, ema, both, what, work
+    compare(dtype, "one of 1 GiB", [2**30 // (torch.finfo(dtype).bits // 8)])
+    compare(dtype, "ResNet-50", resnet50())
 
 
 if __name__ == "__main__":

@@ -836,7 +836,7 @@ def test_a_function_that_is_gone_keeps_nothing(fused):
 
   step()
   gone = [weakref.ref(x) for x in (step, w, opt.average(w))]
-  del step, w
+  step = w = None
   gc.collect()
   assert [r() for r in gone] == [None] * 3
 
