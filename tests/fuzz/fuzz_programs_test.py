@@ -20,9 +20,9 @@ from wrapopt._v1._evaluation import _swapping_saver
 from wrapopt.keras._averages import _assignments
 
 # How many programs of each kind the daily test runs, in some 20 seconds.
-EXAMPLES = {("keras", "eager"): 45, ("keras", "function"): 4,
-            ("keras", "fit"): 6, ("keras", "jit"): 2, ("v1", "eager"): 25,
-            ("v1", "function"): 4, ("v1", "resource"): 12, ("v1", "ref"): 4,
+EXAMPLES = {("keras", "eager"): 22, ("keras", "function"): 4,
+            ("keras", "fit"): 4, ("keras", "jit"): 2, ("v1", "eager"): 16,
+            ("v1", "function"): 4, ("v1", "resource"): 6, ("v1", "ref"): 4,
             ("v1", "jit"): 2}
 
 

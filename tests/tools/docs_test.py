@@ -102,7 +102,8 @@ def run(tmp_path_factory):
   x = np.ones((1000, 1))
   model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
   model.compile(wrapopt.keras.MovingAverage(
-      "sgd", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)]), "mse")
+      "sgd", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)]), "mse",
+                steps_per_execution=250)
   manager = tf.train.CheckpointManager(
       tf.train.Checkpoint(model=model), folder / "run", max_to_keep=5)
   for name in "abcde":
