@@ -281,6 +281,22 @@ def test_one_op_serves_400_variables_in_a_function():
   assert set(types) == {"Placeholder", "Const", "Wrapopt>EmaUpdate"}
 
 
+def test_decays_in_a_function_wait_for_nothing():
+  """Whatever the update waits for may run on another machine."""
+  value, shadow, before = (tf.Variable([x]) for x in (1., 2., 3.))
+
+  @tf.function
+  def update():
+    with tf.control_dependencies([before.read_value()]):
+      ema_update([shadow], [value], 0.5)
+
+  [op] = [op for op in update.get_concrete_function().graph.get_operations()
+          if op.type == "Wrapopt>EmaUpdate"]
+  assert op.control_inputs
+  assert [x.op.control_inputs for x in op.inputs if x.dtype == tf.float64] == [
+      []]
+
+
 @modes.only(*modes.graphs())
 def test_one_op_for_each_pair_of_dtypes(mode):
   values = [mode.variable(np.ones(2, dtype))
