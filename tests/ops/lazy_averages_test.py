@@ -557,6 +557,14 @@ def test_indices_of_some_values_only():
   assert_same_bits(values_of(sum(rows, [])), before)
 
 
+def test_autoclustering_does_not_compile_what_catches_up():
+  """A session may read averages before its initializers have run."""
+  update = tf.function(lambda s, w, log: ops.catch_up([s], [w], [log]))
+  [op] = [op for op in update.get_concrete_function(
+      *lazy()).graph.get_operations() if op.type == "Wrapopt>CatchUp"]
+  assert not op.get_attr("_XlaCompile")
+
+
 def test_a_rule_that_moves_all_rows_refuses_log_decays():
   shadow, w, log_decays = lazy()
   m, v = lazy()[0], lazy()[0]
