@@ -193,6 +193,24 @@ TEST(Pass, RunsItsBlocksInAnyOrder) {
   got.ExpectSameAs(want);
 }
 
+// A small one is done before a thread has woken up.
+TEST(Pass, IsSharedIfItIsLarge) {
+  constexpr std::pair<size_t, size_t> kSizesAndTasks[] = {{1 << 14, 0},
+                                                          {1 << 20, 3}};
+  for (const auto& [size, tasks] : kSizesAndTasks) {
+    const LateThreads threads;
+    std::vector<float> shadow(size), value(size);
+    const double rate = 0.5;
+    Pass pass;
+    pass.AddStage({FindStep(RuleId::kEma, Number::kFloat, Number::kFloat,
+                            Isa::kBaseline),
+                   &rate, 2, 12, true});
+    pass.AddVariable(size, {shadow.data(), value.data()});
+    RunPass(threads, pass);
+    EXPECT_EQ(threads.tasks.size(), tasks) << size;
+  }
+}
+
 TEST(Pass, OfNothing) {
   const Pool pool(2);
   Pass pass;
