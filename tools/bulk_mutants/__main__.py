@@ -98,7 +98,7 @@ class _Runs:
     """Runs a mutant, unless that is known.
 
     Returns:
-      What noticed it; "" if nothing did; None if it does not compile.
+      What noticed it; "" if nothing did; None if it does not compile here.
     """
     name = hashlib.sha256(mutant.text.encode()).hexdigest()
     by, of = self._known.get(name, (None, None))
@@ -211,8 +211,8 @@ def _run(of, runs, args, deadline):
   run = counts["noticed"] + counts["survived"]
   print(f"{of}: {counts['noticed']} of {run} noticed "
         f"({100 * counts['noticed'] / max(run, 1):.0f} %); "
-        f"{counts['equal']} change nothing, {counts['invalid']} do not compile;"
-        f" {len(found)} sites", flush=True)
+        f"{counts['equal']} change nothing, {counts['invalid']} are not "
+        f"compiled here; {len(found)} sites", flush=True)
 
 
 def main():

@@ -5,6 +5,7 @@ in C++ make their reference from the rules. So a mutant that they do not notice
 is also linked into the libraries that tests in Python load.
 """
 
+import filecmp
 import functools
 import pathlib
 import re
@@ -89,6 +90,12 @@ class Units:
         return None
     return str(found)
 
+  def _is_left_out(self, unit):
+    """Whether the preprocessor leaves out a unit's mutant: the object stays."""
+    found = self._object(unit, unit)
+    return found is not None and filecmp.cmp(
+        found, self._object(unit, None), shallow=False)
+
   def _linked(self, units, changed, out, *options):
     """Links units; returns whether all of them compile."""
     objects = [self._object(unit, changed) for unit in units]
@@ -138,8 +145,11 @@ class Units:
       file: The source, which has a mutant.
 
     Returns:
-      The name of the test; "" if none does; None if it does not compile.
+      The name of the test; "" if none does; None if it does not compile, or is
+      for other processors.
     """
+    if file in self._engine and self._is_left_out(file):
+      return None
     # Those that include it, or the header of a unit that does.
     headers = {file} | {f"{unit[:-len('cc')]}h" for unit in self._engine
                         if self._runs(unit, file)}
