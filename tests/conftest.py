@@ -34,6 +34,8 @@ def pytest_collection_finish():
   gc.freeze()
 
 
+# Before tools/cases.py divides them between day and night.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
   if config.getoption("--device"):
     # What XLA compiles for a GPU needs a real one.
@@ -41,6 +43,7 @@ def pytest_collection_modifyitems(config, items):
                 "jit" in item.name.partition("[")[2].strip("]").split("-")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+  return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
