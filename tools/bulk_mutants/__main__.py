@@ -98,7 +98,8 @@ class _Runs:
     """Runs a mutant, unless that is known.
 
     Returns:
-      What noticed it; "" if nothing did; None if it does not compile here.
+      The name of the test that noticed the mutant; "" if no test did; None if
+      the mutant does not compile, or is in code for other processors.
     """
     name = hashlib.sha256(mutant.text.encode()).hexdigest()
     by, of = self._known.get(name, (None, None))

@@ -91,7 +91,10 @@ class Units:
     return str(found)
 
   def _is_left_out(self, unit):
-    """Whether the preprocessor leaves out a unit's mutant: the object stays."""
+    """Whether a unit's mutant is in code for other processors.
+
+    The object file is then the same as without the mutant.
+    """
     found = self._object(unit, unit)
     return found is not None and filecmp.cmp(
         found, self._object(unit, None), shallow=False)
@@ -145,8 +148,8 @@ class Units:
       file: The source, which has a mutant.
 
     Returns:
-      The name of the test; "" if none does; None if it does not compile, or is
-      for other processors.
+      The name of the test; "" if no test does; None if the mutant does not
+      compile, or is in code for other processors.
     """
     if file in self._engine and self._is_left_out(file):
       return None
