@@ -25,6 +25,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
   config.addinivalue_line(
       "markers", "cpu(why): does not run with variables on a GPU")
+  config.addinivalue_line(
+      "markers", "by_day(n): runs at most n cases by day; see tools/cases.py")
 
 
 def pytest_collection_finish():

@@ -9,7 +9,8 @@ class Cases:
   """Leaves the cases of the day (`--cases=day`), or the others (`night`).
 
   By day, each value of each parameter of a test runs at least once, with as few
-  cases as that takes. So of a test with one parameter, all cases run.
+  cases as that takes. So of a test with one parameter, all cases run. Of a test
+  with the mark `by_day(n)`, at most n of these run.
   """
 
   def pytest_addoption(self, parser):
@@ -35,12 +36,16 @@ def _of_day(items):
   chosen = set()
   for cases in tests.values():
     missing = set.union(*cases.values())
-    if not missing:
-      chosen.update(cases)
+    of_test = set() if missing else set(cases)
     while missing:
       case = max(cases, key=lambda case: len(cases[case] & missing))  # pylint: disable=cell-var-from-loop
       missing -= cases[case]
-      chosen.add(case)
+      of_test.add(case)
+    of_test = [case for case in cases if case in of_test]
+    mark = of_test[0].get_closest_marker("by_day")
+    most = min(len(of_test), mark.args[0] if mark else len(of_test))
+    # All over the grid.
+    chosen.update(of_test[i * len(of_test) // most] for i in range(most))
   return chosen
 
 

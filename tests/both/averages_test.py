@@ -187,6 +187,7 @@ def train(run, steps):
     run.step(gradients_of(t, run.way))
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("way, case", cases())
 def test_averages(way, case):
   case = CASES[case]
@@ -251,6 +252,7 @@ def test_dynamic_decay_counts_steps_before_the_wrapper(start_step):
                               start_step=max(start_step - 4, 0))[-1])
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("inner", ["momentum", "adagrad", "adam", "lazy_adam"])
 @each_way
 def test_rows_of_other_optimizers(way, inner):
@@ -299,6 +301,7 @@ REFUSED = (RuntimeError, tf.errors.FailedPreconditionError)
 IN_PLACE = "inside averaged_weights|is not initialized|uninitialized value"
 
 
+@pytest.mark.by_day(12)
 @pytest.mark.parametrize("way, case", cases(
     "numbers", "every third", "some variables, every third", "not lazy",
     "float32"))
@@ -346,6 +349,7 @@ def test_in_place(way, case):
         seeded, history, case.decays[0], case.every)[-1])
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("way, case, how", [
     pytest.param(*p.values, how, id=f"{p.id}-{how}")
     for p in cases("profiles", "every fourth, num_updates", "start_step",
@@ -425,6 +429,7 @@ def checked_numerics():
   tf.debugging.disable_check_numerics()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("rate", [0.0, 0.125])
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_numbers_in_between_are_finite_in_keras(mode, rate, checked_numerics):
@@ -461,6 +466,7 @@ def test_numbers_in_between_are_finite_in_keras(mode, rate, checked_numerics):
         assert np.isfinite(table.numpy()).all()
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("rate", [0.0, 0.125])
 def test_numbers_in_between_are_finite_in_a_session(rate, checked_numerics):
   """TensorFlow's checks break its ref variables, so this has resources."""

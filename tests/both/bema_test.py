@@ -69,6 +69,7 @@ def trained(run, steps=3):
   return run.value("v"), run.average("v")
 
 
+@pytest.mark.by_day(2)
 @ways(averages.WAYS)
 @pytest.mark.parametrize("settings, every", [
     (DEFAULT, 1), ({**SIMPLE, "multiplier": 0.5, "burn_in": 4}, 1),
@@ -100,6 +101,7 @@ def test_start_step():
         averages.assert_close(run.average("v"), model.average())
 
 
+@pytest.mark.by_day(2)
 @ways(averages.WAYS)
 def test_beside_another_decay(way):
   """Each has its own numbers; one in place hides the other."""
@@ -129,6 +131,7 @@ def test_beside_another_decay(way):
       numerics.assert_same_bits(run.average("v"), want)
 
 
+@pytest.mark.by_day(0)
 @ways(EAGER)
 def test_a_function_that_was_traced_before(way):
   """It finds out by itself that another average is in place."""
@@ -161,6 +164,7 @@ def test_seed_averages(way):
     averages.assert_close(run.average("v"), model.average())
 
 
+@pytest.mark.by_day(1)
 @ways(EAGER + SESSIONS)
 def test_files(way, tmp_path):
   """A run that goes on from a file gets the numbers of one that went on."""
@@ -383,6 +387,7 @@ def test_fit_ends_with_the_average(decays):
   assert all(np.isfinite(x).all() for row in averages_of(model) for x in row)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("in_place", [None, 0, 1])
 def test_keras_files(in_place, tmp_path):
   path = str(tmp_path / "model.keras")
@@ -473,6 +478,7 @@ def test_swap_computes_all_averages_at_once(monkeypatch):
     assert (len(computed), len(steps)) == (1, 1)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("use_resource", [False, True], ids=["ref", "resource"])
 def test_a_swap_in_a_session_runs_as_many_ops_for_any_number(use_resource):
 
@@ -505,6 +511,7 @@ def test_a_swap_in_a_session_runs_as_many_ops_for_any_number(use_resource):
   assert ran(2) == ran(40)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("use_resource", [False, True], ids=["ref", "resource"])
 def test_two_sessions_on_a_server_do_not_take_each_others_weights(use_resource):
   server = tf.distribute.Server.create_local_server()

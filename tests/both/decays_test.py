@@ -195,6 +195,7 @@ def make_model(decay):
   return model
 
 
+@pytest.mark.by_day(0)
 def test_keras_file_without_averages_begins_anew(tmp_path):
   x = np.ones((4, 3), np.float32)
   plain = make_model(0.9)

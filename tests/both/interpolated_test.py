@@ -65,6 +65,7 @@ def cases():
       yield way, "Adam", "primal average", np.float64, True
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("way, inner, schedule, dtype, sparse", cases())
 def test_trajectories(way, inner, schedule, dtype, sparse):
   """130 steps, against the paper's formulas in float64."""
@@ -95,6 +96,7 @@ def test_trajectories(way, inner, schedule, dtype, sparse):
       assert run.averaging.fused
 
 
+@pytest.mark.by_day(2)
 @ways([way for way in WAYS if way.half == "keras"])
 @pytest.mark.parametrize("schedule, inner", [
     *(("warm-up", inner) for inner in ("Adamax", "Adam AMSGrad")),
@@ -272,6 +274,7 @@ def test_with_cross_shard(way, outside):
     arrays.assert_same_bits(points(run), want)
 
 
+@pytest.mark.by_day(2)
 @EACH
 @ways(OF_V1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -349,6 +352,7 @@ def test_refused_in_a_step():
 # Strategies.
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("wrapper, inner", [
     *(("schedule_free", inner)

@@ -50,6 +50,7 @@ def test_touched_rows_are_adams(way):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.by_day(2)
 @each_way
 def test_a_dense_gradient_is_adams(way):
   found = []

@@ -345,6 +345,7 @@ def made_and_dropped_keras():
     yield make
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("name", PATHS)
 def test_memory_does_not_grow(name, size, tmp_path):
   steps, make = PATHS[name]

@@ -312,6 +312,7 @@ def test_a_concrete_function_that_reads_is_not_saved(tmp_path):
     tf.saved_model.save(module, str(tmp_path), module.read)
 
 
+@pytest.mark.by_day(0)
 def test_a_frozen_function_that_reads_is_refused():
   lazy = V1(None)
   lazy.step()
@@ -751,6 +752,7 @@ FITS = {
 }
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("callbacks, decays", [
     *((name, DECAYS) for name in FITS),
     *((name, [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)])
@@ -789,6 +791,7 @@ def test_a_compiled_model_as_saved_model(tmp_path):
 # Numbers
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["kernel", "jit", "hlo"])
 def test_decays_of_zero_do_not_wear_out_the_sums(how, monkeypatch):
   """100,000 of them, then decays near 1."""

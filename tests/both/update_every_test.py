@@ -56,6 +56,7 @@ def averages_after(opt, w, steps, jit=None, inner=None):
   return found
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("way", averages.WAYS, ids=str)
 def test_a_trajectory(way):
   # The variable is 1, 2, ..., 7. In steps 3 and 6, the average goes half of
@@ -70,6 +71,7 @@ def test_a_trajectory(way):
                    (7, 3.75)]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("way", [
     way for way in averages.WAYS if way.one_pass and not way.is_graph], ids=str)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32,
@@ -144,6 +146,7 @@ def test_an_error_counts_no_step():
   assert opt.average(w).numpy() == 1
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("way", averages.WAYS, ids=str)
 def test_a_step_without_a_gradient_of_a_variable_counts(way):
   with averages.running(way, dict.fromkeys("ab", np.float32([0])),
@@ -164,6 +167,7 @@ def test_steps_that_accumulate_are_not_counted(jit):
   assert opt.average_steps() == 4
 
 
+@pytest.mark.by_day(1)
 @each_jit
 def test_steps_that_loss_scaling_skips_are_not_counted(jit):
   inner = moving(update_every=2)
@@ -184,6 +188,7 @@ def test_the_count_begins_with_the_averages():
   assert averages_after(opt, w, [-1] * 4) == [(4, 3), (5, 4), (6, 4), (7, 5.5)]
 
 
+@pytest.mark.by_day(1)
 @each_jit
 @keras_versions.needs("MultiOptimizer")
 def test_in_a_multi_optimizer(jit):

@@ -218,6 +218,7 @@ def test_the_state_of_an_iterator(tmp_path):
   assert got.w.numpy() == [2] and next(got.iterator).numpy() == 3
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["keras", "v1"])
 def test_object_based_checkpoints(tmp_path, kind):
   def make(seed):
@@ -308,6 +309,7 @@ def assert_averaged(paths, output, names):
       assert np.array_equal(value, last[name]), name
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_state_of_each_optimizer_of_keras_is_copied(tmp_path, optimizer):
   paths = {True: [], False: []}
@@ -329,6 +331,7 @@ def test_the_state_of_each_optimizer_of_keras_is_copied(tmp_path, optimizer):
             "opt/inner_optimizer/_trainable_variables/0")})
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("opt", [
     lambda: v1.train.MomentumOptimizer(0.1, 0.9), wrapopt.LazyAdamOptimizer,
     lambda: wrapopt.MovingAverageOptimizer(

@@ -105,6 +105,7 @@ def test_snapshots_of_averages(tmp_path, shape, decay_steps, error):
   assert apart < 0.1 * np.linalg.norm(last - want)
 
 
+@pytest.mark.by_day(0)
 def test_snapshots_of_weights(tmp_path):
   """A decay of 0 keeps the weights themselves."""
   model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

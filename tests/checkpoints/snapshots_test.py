@@ -259,6 +259,7 @@ def two_of(directory):
       if path.name.endswith((f"-{NARROW}.weights.h5", f"-{WIDE}.weights.h5")))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("width", [0.03, 0.07, 0.15, 0.2, 0.25])
 def test_widths_made_afterwards_are_those_that_were_tracked(run, width,
                                                             tmp_path):
@@ -349,6 +350,7 @@ def test_an_error_of_the_thread_ends_the_training(tmp_path):
         wrapopt.keras.Snapshots(tmp_path, 4))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrapper", [
     wrapopt.keras.SWA, wrapopt.keras.Lookahead])
 def test_other_averages(wrapper, tmp_path):

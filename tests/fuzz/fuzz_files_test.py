@@ -19,6 +19,7 @@ def corpus():
   return fuzz_files.Corpus()
 
 
+@pytest.mark.by_day(0)
 def test_no_findings(corpus):
   result = fuzz_files.fuzz(0, cases=150, corpus=corpus)
   assert not result.findings
@@ -83,6 +84,7 @@ FIRST = {"no checksum in archives": 2440, "files may change": 1140,
          "an output in place": 2450}
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     "first, finding, kind, format, where, name, broken",
     [(FIRST.get(b[0], 0), *b[1:]) for b in BROKEN],

@@ -237,6 +237,7 @@ def test_xla_leaves_out_a_call_without_elements(shape):
   assert told["wrong"] is None and told["done"] == (shape == (0,))
 
 
+@pytest.mark.by_day(0)
 def test_a_table_stays_one():
   for seed in range(20000):
     for v in inputs.make(seed, "StalenessRecord").variables:

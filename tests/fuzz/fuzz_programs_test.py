@@ -19,8 +19,8 @@ from wrapopt._averages import _swap
 from wrapopt._v1._evaluation import _swapping_saver
 from wrapopt.keras._averages import _assignments
 
-# How many programs of each kind the daily test runs, in some 20 seconds.
-EXAMPLES = {("keras", "eager"): 22, ("keras", "function"): 4,
+# How many programs of each kind the daily test runs, in some 15 seconds.
+EXAMPLES = {("keras", "eager"): 12, ("keras", "function"): 4,
             ("keras", "fit"): 4, ("keras", "jit"): 2, ("v1", "eager"): 16,
             ("v1", "function"): 4, ("v1", "resource"): 6, ("v1", "ref"): 4,
             ("v1", "jit"): 2}
@@ -88,12 +88,14 @@ def take_all(chain, mode, fused, inner="GradientDescent"):
       tuple(options.items()), tuple(operations)))
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("chain, mode", chains(2))
 def test_chains(chain, mode, fused):
   take_all(chain, mode, fused)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("mode", programs.MODES["v1"][:-1])
 @pytest.mark.parametrize("inner", ["Momentum", "Adam"])

@@ -77,6 +77,7 @@ def trained(model, *args, run_eagerly=False):
   return model
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_copy(kind):
   model, (x, _) = trained(MODELS[kind](), [0.9, 0.5]), data()
@@ -303,6 +304,7 @@ def test_half_precision():
         tf.cast(tf.cast(model.optimizer.average(s), "bfloat16"), "float32"))
 
 
+@pytest.mark.by_day(0)
 def test_swa():
   model = MODELS["functional"]()
   opt = wk.SWA("sgd", average_period=1)
@@ -529,6 +531,7 @@ class CopiedTwice(Subclass):
     return super().get_config()
 
 
+@pytest.mark.by_day(0)
 def test_a_model_is_compiled_when_two_threads_have_copied_it():
   model, (x, y) = CopiedTwice(4), data()
   model.compile(wk.MovingAverage("sgd"), "mse")

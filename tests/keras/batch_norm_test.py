@@ -67,6 +67,7 @@ def moments(x):
 close = functools.partial(assert_close, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.by_day(0)
 def test_statistics_are_those_of_the_data_set():
   model, (x, y) = make(), data()
   weights = values(model.trainable_variables)
@@ -151,6 +152,7 @@ def test_errors_change_nothing():
     assert_same(model.variables, before)
 
 
+@pytest.mark.by_day(0)
 def test_recalibration_inside_averaged_weights_is_put_back():
   model, (x, y) = make(wk.MovingAverage("sgd", 0.5)), data()
   for _ in range(2):
@@ -169,6 +171,7 @@ OPTIMIZERS = {
             keras.optimizers.SGD(), {".*kernel": keras.optimizers.Adam()}))}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner,jit", [
     ("fused", True), ("fused", False), ("general", True), pytest.param(
         "several", False, marks=keras_versions.needs("MultiOptimizer"))])
@@ -218,6 +221,7 @@ def test_averaged_statistics_in_fit_and_files(tmp_path):
   assert np.abs(statistics(model, "first")[0] - seen[-1][2][0]).max() > 1e-4
 
 
+@pytest.mark.by_day(0)
 def test_by_default_averages_are_evaluated_with_the_statistics_as_they_are():
   model, (x, y) = make(wk.MovingAverage("sgd", 0.5)), data()
   model.train_on_batch(x, y)
@@ -455,6 +459,7 @@ def test_early_stopping_restores_recalibrated_statistics():
   np.testing.assert_allclose(evaluate(model), losses[0], rtol=1e-5)
 
 
+@pytest.mark.by_day(0)
 def test_a_failed_recalibration_changes_nothing():
   model, (x, y) = make_averaged(), data()
   model.train_on_batch(x, y)

@@ -145,6 +145,7 @@ INNER = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sparse, in_function", [
     (False, False), (False, True), (True, True)],
                          ids=["eager", "function", "sparse"])

@@ -303,6 +303,7 @@ def test_what_keras_does_not_do(inner, dtype, sparse):
     train(INNER[inner], "eager", DTYPES[dtype], sparse=sparse)
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("inner, wrapper, mode, dtype", cases())
 def test_steps(inner, wrapper, mode, dtype):
   dtypes = DTYPES[dtype]
@@ -318,6 +319,7 @@ def test_steps(inner, wrapper, mode, dtype):
   check_averages(trace, wrapper, dtypes, inner in UNFUSED and mode == "jit")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("inner", ["Adam", "Nadam"])
 def test_one_op_for_the_whole_model(inner, wrapper):
@@ -449,6 +451,7 @@ def mirrored(make, function, sync=None):
   return replicas
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("inner, wrapper, function", [
     *((inner, list(WRAPPERS)[i % 3], False)
       for i, inner in enumerate(x for x in INNER if x not in NO_JIT)),
@@ -524,6 +527,7 @@ def test_no_wrapper_in_itself(name):
       make(held)
 
 
+@pytest.mark.by_day(1)
 @keras_versions.needs("MultiOptimizer")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_within_a_multi_optimizer(wrapper):
@@ -573,6 +577,7 @@ def test_what_is_the_inner_optimizers(wrapper):
     np.testing.assert_array_equal(w.numpy(), before - value * 0.25)
 
 
+@pytest.mark.by_day(1)
 @MODE
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 def test_averages_are_of_constrained_weights(inner, mode):
@@ -633,6 +638,7 @@ def test_a_constraint_acts_once(inner, accumulated, mode):
   assert found == [*plain[:-1], slow / 2]
 
 
+@pytest.mark.by_day(1)
 @MODE
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 def test_averages_of_weights_that_keras_overwrites(inner, mode):
@@ -742,6 +748,7 @@ def test_a_wrapper_without_averages(is_outside, mode):
       6.25 if is_outside else 1.25]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("mode", ["function", "jit"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_built_where_it_is_traced(wrapper, mode):
@@ -774,6 +781,7 @@ def test_a_model_that_is_built_where_it_is_traced(jit):
         [v, average, mean])
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("policy, jit", [("mixed_float16", True),
                                          ("mixed_bfloat16", False)])
 def test_models_of_mixed_precision(policy, jit):
@@ -1268,6 +1276,7 @@ def test_no_average_begins_with_a_step_that_fails(wrapper):
   assert read(w).numpy() == 3
 
 
+@pytest.mark.by_day(0)
 def test_one_thread_at_a_time_has_averages_in_place():
   w = keras.Variable([1.0], dtype="bfloat16")
   opt = wk.MovingAverage(K.SGD(1.0), 0.5)
@@ -1292,6 +1301,7 @@ def test_one_thread_at_a_time_has_averages_in_place():
   assert w.numpy() == 0 and opt.average(w).numpy() == 0.5
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("constraint", [None, lambda w: w / 4])
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -157,6 +157,7 @@ def taking(opt, variables):
   return step
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_loop_in_replicas(wrapper, mode):
@@ -201,6 +202,7 @@ def reading(decays):
   return opt, weights, tf.function(lambda: mirrored().run(replica))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("decays", [[0.5], [0.5, 0.75, 0.875]])
 def test_averages_of_a_replica_are_captured_as_one_tensor(decays):
   _, _, step = reading(decays)
@@ -299,6 +301,7 @@ INNER = {
 }
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrapper", ["MovingAverage", "SWA"])
 def test_fit_gives_the_numbers_of_one_process(wrapper, inner):
@@ -324,6 +327,7 @@ def test_fit_gives_the_numbers_of_one_process(wrapper, inner):
   assert not np.allclose(average, values[-1], rtol=0, atol=1e-3)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", [
     lambda: optimizers.SGD(0.5), lambda: optimizers.Lion(0.5)],
                          ids=["SGD", "Lion"])
@@ -353,6 +357,7 @@ def test_a_constraint_acts_once(inner):
   np.testing.assert_allclose(the_one(opt.average(w)), expected, rtol=1e-6)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_averages_in_place_of_weights(dtype):
   """On all replicas, and back bit for bit, after an error too."""
@@ -390,6 +395,7 @@ def test_averages_in_place_of_weights(dtype):
     np.testing.assert_array_equal(the_one(v), np.ones_like(the_one(v)))
 
 
+@pytest.mark.by_day(0)
 def test_a_skipped_step_moves_no_average():
   strategy = mirrored()
   with strategy.scope():
@@ -415,6 +421,7 @@ def test_a_skipped_step_moves_no_average():
   assert the_one(opt.inner_optimizer.iterations) == 2
 
 
+@pytest.mark.by_day(0)
 def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
   wrap, _ = WRAPPERS["MovingAverage of Lookahead"]
   model = compiled(wrap, INNER["Nadam"], mirrored())

@@ -75,6 +75,7 @@ MODES = {"jit": {}, "function": {"jit_compile": False},
          "eager": {"run_eagerly": True}, "steps": {"steps_per_execution": 2}}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluate_and_predict_use_averages_and_leave_the_weights(mode):
   model = trained(**MODES[mode])
@@ -95,6 +96,7 @@ def test_evaluate_and_predict_use_averages_and_leave_the_weights(mode):
   assert_same(averages(model), average)
 
 
+@pytest.mark.by_day(0)
 def test_validation_in_fit_uses_averages():
   seen = []
   model = make()
@@ -107,6 +109,7 @@ def test_validation_in_fit_uses_averages():
   assert_same(values(model.weights), seen[-1][1])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["test", "predict"])
 @pytest.mark.parametrize("when", ["begin", "batch_begin", "batch_end", "end"])
 def test_nothing_stays_in_place_after_an_exception(kind, when):
@@ -132,6 +135,7 @@ def test_nothing_stays_in_place_after_an_exception(kind, when):
     assert_same([use()], [want])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["test", "predict"])
 def test_nothing_stays_in_place_if_the_model_or_the_data_fail(kind):
   model = trained(run_eagerly=True)
@@ -176,6 +180,7 @@ def fit(model, *found, epochs=8):
   return validated(model, Worse(), *found, epochs=epochs)["val_loss"]
 
 
+@pytest.mark.by_day(0)
 def test_model_checkpoint_keeps_the_best_averages(tmp_path):
   path = str(tmp_path / "best.keras")
   plain = str(tmp_path / "best.weights.h5")
@@ -195,6 +200,7 @@ def test_model_checkpoint_keeps_the_best_averages(tmp_path):
   np.testing.assert_allclose(evaluate(bare), best, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("decays, decay", [
     (0.9, None), ([0.9, 0.5], None), ([0.9, 0.5], 0.5)])
 def test_early_stopping_restores_the_best_averages(decays, decay):
@@ -209,6 +215,7 @@ def test_early_stopping_restores_the_best_averages(decays, decay):
     assert_same(averages(model, decay), values(model.weights))
 
 
+@pytest.mark.by_day(0)
 def test_save_freq_saves_averages(tmp_path):
   model = make()
   x, y = data()
@@ -461,6 +468,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("kind", DRAWN)
 def test_all_decays_are_evaluated_on_the_same_data(kind):
   """And with the same state: twins have the same logs, to rounding."""
@@ -533,6 +541,7 @@ def test_all_decays_need_state_in_variables():
     fit(Own)
 
 
+@pytest.mark.by_day(0)
 def test_a_model_without_batch_normalizations_has_nothing_to_recalibrate():
   x = data()[0]
   model = trained()
@@ -547,6 +556,7 @@ def test_all_of_one_decay():
     E(decay="every")
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("kind", keras_versions.cases([
     "MovingAverage", "SWA", "nested", "multi"]))
 def test_fit_keeps_raw_weights(kind):
@@ -746,6 +756,7 @@ def test_swa_counts_epochs():
           fit()
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind, raw", [
     ("stopping", True), ("checkpoint", True), ("before", True),
     ("after", False), ("inside", False), ("every epoch", False),
@@ -845,6 +856,7 @@ class AtEpochEnd(callbacks.Callback):
                                   self.model.trainable_variables])
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("decay", [None, 0.5])
 def test_callbacks_after_it_see_averages_at_the_end_of_an_epoch(
     decay, tmp_path):

@@ -184,6 +184,7 @@ TRACED = ("SGD", "SGD global_clipnorm", "SGD schedule", "Adam schedule",
           "LazyAdam", "RMSprop momentum", "Adafactor", "Lamb", "Nadam schedule")
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("inner, mode", [
     *((inner, "eager") for inner in INNER),
     *((inner, "function") for inner in TRACED)])
@@ -508,6 +509,7 @@ def test_the_oldest_of_several_records_counts():
   assert opt.staleness_stats().dropped_histogram[1] == 1
 
 
+@pytest.mark.by_day(0)
 def test_branches_loops_and_nested_functions():
   w, opt, _ = one(staleness=0)
   apply = lambda grad: opt.apply([grad], [w])
@@ -549,6 +551,7 @@ def test_a_record_of_another_thread():
 # 5. Policies and arguments.
 
 
+@pytest.mark.by_day(1)
 @MODE
 def test_policies(mode):
   called = []
@@ -658,6 +661,7 @@ def race(step, tries, n=4):
   threads.in_threads(*[run] * n)
 
 
+@pytest.mark.by_day(1)
 @MODE
 @pytest.mark.parametrize("limit", [1, MANY])
 @pytest.mark.parametrize("inner", ["SGD", "constrained", "Adam", "Nadam"])
@@ -705,6 +709,7 @@ def test_threads_that_compensate(mode):
   np.testing.assert_array_equal(mean_square, [1 - 0.5**admitted] * 2)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("policy", ["drop", wrapopt.GapAware()], ids=str)
 @pytest.mark.parametrize("inner", ["SGD plain", "SGD Nesterov", "Nadam",
                                    "Lamb"])
@@ -733,6 +738,7 @@ def test_the_order_of_a_step(inner, policy):
       assert lock in training.ancestors(op), op.name
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrapped", ["around", "inside"])
 def test_averages_of_threads_begin_once(wrapped):
   for _ in range(20):
@@ -935,6 +941,7 @@ def no_warnings():
     yield
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["model", "weights", "checkpoint"])
 @pytest.mark.parametrize("kind", SAVED)
 def test_saved_and_restored(kind, way, tmp_path, no_warnings):
@@ -959,6 +966,7 @@ def test_saved_and_restored(kind, way, tmp_path, no_warnings):
   assert counts(gate_of(other)) == (6, 4, 6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["weights", "checkpoint"])
 def test_to_a_gate_and_back(way, tmp_path, no_warnings):
   path = str(tmp_path / "run.weights.h5")

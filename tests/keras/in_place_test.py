@@ -72,6 +72,7 @@ def values(opt, variables):
   return arrays.values([*variables, opt.iterations, *opt.variables])
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", keras_versions.cases(OPTIMIZERS))
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_compiled_step(name, jit):
@@ -98,6 +99,7 @@ def test_a_compiled_step(name, jit):
   assert opt.iterations.numpy() > before[len(variables)]
 
 
+@pytest.mark.by_day(0)
 def test_fit():
   """A callback that evaluates in the middle, and forgets to leave."""
   model = keras.Sequential([keras.layers.Dense(1)])
@@ -114,6 +116,7 @@ def test_fit():
   model.train_on_batch(x, x[:, :1])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["one_pass", "swa_of_two_passes"])
 def test_replicas(name):
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -348,6 +351,7 @@ def test_an_average_that_is_assigned():
   assert (v.numpy(), opt.average(v).numpy()) == (0, 0.5)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name, dtype", [
     *((name, "float32") for name in ("variable", "schedule_free", "inside",
                                      "v1", "v1_z")),
@@ -578,6 +582,7 @@ def test_nobody_reads_an_average_of_v1(name, is_dense, tmp_path):
   assert_same_bits([saved.get_tensor("w/.ATTRIBUTES/VARIABLE_VALUE")], [want])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["ref", "resource"])
 @pytest.mark.parametrize("name", ["average", "sparse", "z"])
 def test_a_session_reads_no_average(name, kind, tmp_path):

@@ -141,6 +141,7 @@ def test_one_op_and_no_copy_more(wrapper, inner, rule, copies):
   assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {"Wrapopt>Apply"}
 
 
+@pytest.mark.by_day(1)
 @EACH
 @MODE
 def test_a_sparse_gradient_is_the_dense_one(mode, wrapper):
@@ -202,6 +203,7 @@ def test_weights_that_are_set_before_the_first_step():
   np.testing.assert_array_equal(points(opt, v), [[2.0]] * 3)
 
 
+@pytest.mark.by_day(1)
 @EACH
 @pytest.mark.parametrize("inner", [
     lambda: K.SGD(0.5), lambda: K.Adamax(0.5, beta_1=0.0)])
@@ -225,6 +227,7 @@ def test_accumulated_and_skipped_steps(inner, mode, wrapper):
   assert v.numpy()[0] < 1.75
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("rates, more", [
     ((0.0, 0.5, np.inf, 0.5), {}), ((0.5, np.nan, 0.5), {"warmup_steps": 2}),
     ((1e30, 0.5), {"weight_lr_power": 20}), ((-np.inf, 0.5), {}),
@@ -277,6 +280,7 @@ def three():
 IGNORE_NONE = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 
 
+@pytest.mark.by_day(1)
 @EACH
 @keras_versions.needs("MultiOptimizer")
 @IGNORE_NONE
@@ -322,6 +326,7 @@ def test_multi_optimizer(mode, around, wrapper):
   stepping_on_some(step)
 
 
+@pytest.mark.by_day(0)
 @IGNORE_NONE
 @pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("wrapper, make", [
@@ -510,6 +515,7 @@ def fit(model, epochs=1, **more):
                    verbose=0, **more)
 
 
+@pytest.mark.by_day(0)
 @EACH
 def test_fit_evaluates_and_ships_x(wrapper):
   model = model_of(wrapper("adam"))
@@ -567,6 +573,7 @@ def x_in_some(model):
     assert (x == y).all() == (i < 2)
 
 
+@pytest.mark.by_day(1)
 @EACH
 @pytest.mark.parametrize("holds, way", [
     ("y", "model"), ("x", "model"), *(("x in some", way) for way in (
@@ -624,6 +631,7 @@ def test_a_file_of_averages_in_place(holds, wrapper, tmp_path):
     arrays.assert_same_bits(points(loaded.optimizer, w), (x, x, z))
 
 
+@pytest.mark.by_day(0)
 def test_files_without_its_state(tmp_path):
   """Those of the plain optimizer: all points start at the weights."""
   path = str(tmp_path / "model.weights.h5")

@@ -62,6 +62,7 @@ WRAP = {"average": wk.MovingAverage, "swa": wk.SWA,
         "lookahead": lambda *args, **kwargs: wk.Lookahead(*args, 100, **kwargs)}
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 @pytest.mark.parametrize("name", SQUARES)
 def test_a_row_that_is_named_twice_trains_as_in_the_inner_optimizer(name, mode):
@@ -102,6 +103,7 @@ def test_duplicates_are_summed_on_request(name):
     wk.SWA("adam", sum_duplicates="yes")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_lazy_adam_in_replicas(wrapped, replicas):

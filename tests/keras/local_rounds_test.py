@@ -55,6 +55,7 @@ def local_of(cls, sync_every, server, **kwargs):
                                round_timeout_secs=20, **kwargs)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("steps_per_execution", [1, 2, 4])
 def test_one_worker_of_local_sgd_trains_as_alone(steps_per_execution, server):
   # 6 batches in an epoch: with 4 steps, an execution has the last 2 alone.
@@ -76,6 +77,7 @@ def test_the_outer_step_and_examples(server):
     np.testing.assert_allclose(a, c + 1.33 * (b - c), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("steps_per_execution, sync_every", [(1, 6), (2, 8)])
 def test_fragments_and_overlap_as_in_a_loop(steps_per_execution, sync_every):
   sgd = lambda: keras.optimizers.SGD(0.01)
@@ -94,6 +96,7 @@ def test_fragments_and_overlap_as_in_a_loop(steps_per_execution, sync_every):
   assert_close(got, model.get_weights(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.by_day(0)
 def test_an_average_is_that_of_the_weights_of_the_worker(server):
   averaged = lambda: wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.01),
                                                  0.5)
@@ -158,6 +161,7 @@ def test_values_that_others_have_assigned_are_not_sent(
   np.testing.assert_array_equal(model.get_weights()[0], np.full([3, 1], want))
 
 
+@pytest.mark.by_day(0)
 def test_a_fit_goes_on_where_another_ended(caplog, server):
   want, _ = fitted("adam", epochs=2)
   model = compiled("adam")
@@ -169,6 +173,7 @@ def test_a_fit_goes_on_where_another_ended(caplog, server):
   assert_same(model.get_weights(), want)
 
 
+@pytest.mark.by_day(0)
 def test_fit_ends_with_the_center_on_request(caplog, server):
   """Also if the optimizer ends it with averages."""
   model = subtracting(
@@ -184,6 +189,7 @@ def test_fit_ends_with_the_center_on_request(caplog, server):
   assert rounds._local.round == 2 and "take the center" not in caplog.text
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("leave_at_end", [True, False])
 def test_others_go_on_when_fit_has_ended(leave_at_end, caplog, server):
   """One of two workers has less data than the other."""
@@ -237,6 +243,7 @@ def test_a_backup_of_a_fit_without_epochs(tmp_path, server):
   assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.by_day(0)
 def test_logs_of_epochs(server):
   """A later callback sees the scalars, such as the default TensorBoard."""
   model = compiled("sgd")

@@ -70,6 +70,7 @@ def train(opt):
   return np.concatenate([v.numpy(), w.numpy()])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrapper", ["MovingAverage", "PrimalAverage",
                                      "ScheduleFree"])

@@ -156,6 +156,7 @@ STEP = {"_take", "accept"}
 FOLLOWER = {"_averages_of", "_note_update", "_take", "inner_optimizer"}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("make, most, hooks", [
     (v1_step, 7, STEP), (gated_step, 8, STEP), (keras_step, 6, FOLLOWER),
     # `where` calls the function that it gets.

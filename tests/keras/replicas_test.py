@@ -104,6 +104,7 @@ def take_the_rest(step):
   loop()
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", KERAS)
 def test_copies_stay_equal(name):
   strategy = mirrored()
@@ -167,6 +168,7 @@ V1 = {
 }
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("name", V1)
 def test_copies_stay_equal_in_v1(name):
   strategy = mirrored()

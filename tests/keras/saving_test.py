@@ -150,6 +150,7 @@ def test_files_and_checkpoints_round_trip(kind, tmp_path):
     assert_same(everything(train(m)), want)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("around", [lambda opt: opt,
                                     optimizers.LossScaleOptimizer],
                          ids=["bare", "loss_scale"])
@@ -181,6 +182,7 @@ def test_to_a_run_with_averages_and_back(way, around, tmp_path):
   assert_close(values(back.weights), values(averaging.weights))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_variables(dtype, tmp_path):
   model = train(make(MovingAverage("sgd", 0.9), dtype=dtype))
@@ -199,6 +201,7 @@ def test_half_variables(dtype, tmp_path):
   assert_same(everything(model), want)
 
 
+@pytest.mark.by_day(0)
 def test_one_more_decay_starts_at_the_weights(tmp_path):
   path = tmp_path / "run.weights.h5"
   model = train(make(MovingAverage("adam", 0.9)))
@@ -250,6 +253,7 @@ def test_two_variables_of_one_path(tmp_path):
   assert [float(restored.average(v)[0]) for v in others] == [-0.5, 1.5]
 
 
+@pytest.mark.by_day(0)
 def test_saving_inside_averaged_weights(tmp_path):
   model = train(make(MovingAverage("adam", 0.5)))
   want, average = everything(model), averages(model)
@@ -306,6 +310,7 @@ def test_plain_keras_loads_exported_averages(tmp_path):
   printed_by("-c", PLAIN, *paths)
 
 
+@pytest.mark.by_day(0)
 def test_copies():
   opt = copy.deepcopy(MovingAverage("adam", 0.5))
   assert opt.get_config()["average_decay"] == 0.5
@@ -329,6 +334,7 @@ def without_owners(path):
       del file[key]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["model", "weights", "checkpoint"])
 def test_files_of_averages_that_have_not_begun(way, tmp_path):
   path = str(tmp_path / ("m.keras" if way == "model" else "m.weights.h5"))
@@ -421,6 +427,7 @@ def test_a_copy_of_a_model_has_no_averages():
     assert_same(values(model.weights), average)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["weights", "checkpoint"])
 def test_averages_are_known_by_their_decays(way, tmp_path):
   path = str(tmp_path / "run.weights.h5")
@@ -545,6 +552,7 @@ def test_a_file_before_a_build_that_it_does_not_fit(tmp_path):
   assert_same(averages(other), values(other.trainable_variables))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("built", [True, False])
 def test_a_checkpoint_of_an_earlier_version_after_another(built, tmp_path,
                                                           monkeypatch):
@@ -571,6 +579,7 @@ def test_a_checkpoint_of_an_earlier_version_after_another(built, tmp_path,
     assert_same(averages(other), averages(model))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("around", [
     optimizers.LossScaleOptimizer,
     lambda opt: optimizers.MultiOptimizer(optimizers.OptimizerMap(opt, {
@@ -735,6 +744,7 @@ def test_averages_of_one_tower_are_not_the_others(named, way, kind, tmp_path):
   assert any(not np.array_equal(s, v) for s, v in zip(rows(to), seeded(to)))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind,way", KINDS_AND_WAYS)
 @pytest.mark.parametrize("is_class", [True, False])
 def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
@@ -758,6 +768,7 @@ def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
 
 # A checkpoint of Keras also has the list of trained variables of the optimizer,
 # by which TensorFlow restores the weights themselves.
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", WAYS[:-1])
 def test_blocks_that_overlap_in_part(way, tmp_path):
   make_model = lambda frozen: stack(
@@ -769,6 +780,7 @@ def test_blocks_that_overlap_in_part(way, tmp_path):
   assert_same(rows(to), rows(of)[2:] + seeded(to)[2:])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_of_other_names(way, tmp_path):
   of = fitted(stack([dense("a"), Scaled(name="c"), dense("b")], "one"))
@@ -995,6 +1007,7 @@ def all_state(model):
   return values(model.weights) + values(state(model.optimizer))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", TREES)
 def test_state_trees_have_the_averages(kind):
   model = train_named(named(kind), 3)
@@ -1029,6 +1042,7 @@ def test_state_trees_have_the_averages(kind):
               all_state(train_named(first, 2)))
 
 
+@pytest.mark.by_day(0)
 def test_an_average_that_is_assigned_right_after_a_checkpoint_keeps(tmp_path):
   saved = train(make(MovingAverage("sgd", 0.9)))
   path = tf.train.Checkpoint(model=saved).write(str(tmp_path / "run"))

@@ -154,6 +154,7 @@ def by_name(model):
   return {name_of(v): v.numpy() for v in model.variables}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_evaluations_use_the_others_as_they_are(wrapper, tmp_path):
   model = model_of(wrapper, keep_raw_weights=True)
@@ -187,6 +188,7 @@ def test_evaluations_use_the_others_as_they_are(wrapper, tmp_path):
   assert_equal(by_name(model), averaged)
 
 
+@pytest.mark.by_day(0)
 def test_statistics_of_batch_normalizations_are_averaged_in_any_case():
   model = model_of(average_batch_norm=True)
   model.optimizer.set_model(model)
@@ -242,6 +244,7 @@ def test_what_cannot_be_saved(tmp_path):
     opt.get_config()
 
 
+@pytest.mark.by_day(0)
 def test_without_the_argument_files_are_those_of_before(tmp_path):
   """And a file of other averages gives a warning, and seeds."""
   whole = model_of(variables=None)
@@ -278,6 +281,7 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.by_day(0)
 def test_checkpoints(tmp_path):
   """An average is that of its variable, or starts at it."""
   models = {name: model_of(variables=of) for name, of in CHOSEN.items()}

@@ -206,6 +206,7 @@ def test_a_file_before_the_first_step(tmp_path):
       EvaluateWithAverages(**found)]) == want
 
 
+@pytest.mark.by_day(0)
 def test_snapshots_of_an_optimizer(tmp_path):
   gan = Gan()
   gan.compile(sgd(), MovingAverage(sgd(), DECAY, keep_raw_weights=True))

@@ -68,6 +68,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.by_day(0)
 def test_tensorflow_cannot_lift():
   """Otherwise, this file tests nothing."""
   model, opt = keras.Sequential([keras.layers.Dense(1)]), K.Adam()
@@ -98,6 +99,7 @@ def made(name, inner, rate):
       average_of(opt))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("inner", [K.Adam, K.Adamax], ids=["fused", "unfused"])
 def test_an_average_of_weights_that_stay(name, inner):
@@ -112,6 +114,7 @@ def test_an_average_of_weights_that_stay(name, inner):
       np.testing.assert_array_equal(average, value)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["MovingAverage", "Lookahead", "z"])
 def test_fit(name):
   opt, average_of = made(name, K.Adam, 0.0)
@@ -127,6 +130,7 @@ def test_fit(name):
       np.testing.assert_array_equal(average, value)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", [
     lambda: K.Adam(0.25), lambda: K.SGD(0.25, momentum=0.5),
     lambda: wk.LazyAdam(0.25)], ids=["Adam", "Momentum", "LazyAdam"])

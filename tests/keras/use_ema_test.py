@@ -67,6 +67,7 @@ CALLBACKS = {"theirs": (theirs, keras.callbacks.SwapEMAWeights),
              "ours": (ours, wrapopt.keras.EvaluateWithAverages)}
 
 
+@pytest.mark.by_day(0)
 def test_evaluate_gives_the_weights_back_exactly():
   counts = {}
   for name, (make_optimizer, callback) in CALLBACKS.items():
@@ -78,6 +79,7 @@ def test_evaluate_gives_the_weights_back_exactly():
   assert counts["ours"] == 0
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("weight,average", [(1e8, 1.0), (3e38, 3e38)])
 def test_weights_and_averages_of_any_size_trade_places(weight, average):
   results = {}
@@ -98,6 +100,7 @@ def test_weights_and_averages_of_any_size_trade_places(weight, average):
   assert results["ours"] == want
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["interrupted evaluate", "predict"])
 def test_averages_do_not_stay_in_place(way):
   shares = {}
@@ -117,6 +120,7 @@ def test_averages_do_not_stay_in_place(way):
   assert shares["ours"] == 0
 
 
+@pytest.mark.by_day(0)
 def test_averages_of_bfloat16_weights_move():
   moved = {}
   for name, make_optimizer in ("theirs", theirs), ("ours", ours):
@@ -151,6 +155,7 @@ def test_steps_that_only_accumulate_move_no_average():
   assert sum(moves["theirs"]) > 3
 
 
+@pytest.mark.by_day(0)
 def test_averages_can_be_switched_on_for_a_run(tmp_path):
   path = tmp_path / "run.weights.h5"
   bare = trained(optimizers.Adam(0.01))

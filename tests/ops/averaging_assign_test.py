@@ -67,6 +67,7 @@ def test_subnormal_numbers_are_taken_for_zero(mode):
                             np.float32([0, 0, 3 * tiny]))
 
 
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize("what", ["variables", "tensors", "both"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
 def test_the_formula(mode, dtypes, what):

@@ -181,6 +181,7 @@ def given_to(op, rounds, **changed):
   return {**given, **changed}
 
 
+@pytest.mark.by_day(21)
 @pytest.mark.parametrize("op, name, value, text", [
     *[("close", "min_workers", x, r"min_workers must be in \[1, 2\], the "
        f"num_workers of averaging rounds '.*', got {x}") for x in (0, -1, 3)],

@@ -126,6 +126,7 @@ def code_of(x, dtype):
   return codes.encode(FLOAT.type(x), dtype)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("dtype", codes.DTYPES)
 def test_codes_travel(mode, dtype):
   sizes, rate, momentum = [130, 3, 200], FLOAT.type(0.7), FLOAT.type(0.9)

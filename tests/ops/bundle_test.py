@@ -161,6 +161,7 @@ def in_a_loop(opt, variables):
   return lambda: function(tf.constant(2))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("make_function", [
     steps_in_a_function, nested, in_branches, in_a_loop],
                          ids=lambda f: f.__name__)

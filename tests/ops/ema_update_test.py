@@ -81,6 +81,7 @@ def test_the_formula(mode, pair, averages):
   assert_same_bits(mode.values(v), values)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("pair", [(FLOAT, FLOAT), (BFLOAT16, FLOAT)],
                          ids=name_of)
 @pytest.mark.parametrize("use_resource", [True, False])

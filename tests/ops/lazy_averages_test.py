@@ -125,6 +125,7 @@ def raw(mode, variable):
   return mode.session.run(value) if mode.name == "graph" else value.numpy()
 
 
+@pytest.mark.by_day(15)
 @pytest.mark.parametrize(
     "inner, fused, mode",
     [pytest.param(inner, fused, mode, marks=_cpu_unless(
@@ -418,6 +419,7 @@ def take_step(use_resource, inner=INNER["sgd"], around=lambda opt: opt,
     return is_lazy
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_says_once_what_resource_variables_gain(warned, step):
   is_lazy = take_step(True, **STEPS[step])

@@ -150,6 +150,7 @@ ERRORS = (tf.errors.DeadlineExceededError, tf.errors.CancelledError,
           tf.errors.FailedPreconditionError)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("seed", range(3))
 def test_rounds_go_on(seed):
   cluster, errors, ended = Cluster(), collections.Counter(), []

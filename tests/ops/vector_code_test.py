@@ -225,6 +225,7 @@ def test_no_loop_of_sve_takes_a_vector_apart(loops):
               and re.search(r"\bv\d+\.[sd]\[", line[2])]
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.skipif(IS_ARM, reason="the linker fills in more than one kind of "
                     "operand")
 def test_one_library_holds_the_loops(loops):

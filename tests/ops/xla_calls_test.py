@@ -33,6 +33,7 @@ def all_problems(dtypes, shapes):
 # The numbers
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 def test_each_rule_gives_the_bits_of_the_cpu_kernel(dtypes):
   problems = all_problems(dtypes, SHAPES)
@@ -57,6 +58,7 @@ def test_each_rule_gives_the_bits_of_the_cpu_kernel(dtypes):
   assert calls(program(step, args)) == ["wrapopt_apply"] * len(problems)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 def test_each_rule_gives_the_bits_of_the_cpu_kernel_for_rows(dtypes):
   shapes = [(5,), (5, 3), (4, 2, 2), (3, 0)]

@@ -274,6 +274,7 @@ def check_gpu_call(hlo, written, operands, rule):
 GPU_SHAPES = (SHAPE, (), (0,), (7,))
 
 
+@pytest.mark.by_day(11)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("rule", RULES)
 def test_apply_as_a_call_on_a_gpu(rule, dtype, calls_on_gpu):
@@ -361,6 +362,7 @@ print(test.lower(lambda: test.ops.ema_update(shadow, value, 0.5),
 """
 
 
+@pytest.mark.by_day(0)
 def test_a_tensorflow_for_amds_gpus_calls_nothing():
   printed = printed_by(
       "-c", ON_AMD, pythonpath=[os.path.dirname(__file__)],

@@ -51,6 +51,7 @@ def test_the_check_of_a_program():
     assert_compiled(assign, "Wrapopt>AveragingAssign")
 
 
+@pytest.mark.by_day(13)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=numerics.name_of)
 @pytest.mark.parametrize("rule, nesterov", [
     (rule, nesterov) for rule in RULES for nesterov in (False, True)
@@ -137,6 +138,7 @@ INDICES = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
 @pytest.mark.parametrize("rule", ["Adam", "Momentum"])
 def test_indices(rule, indices):
@@ -153,6 +155,7 @@ def test_indices(rule, indices):
   assert 'op_type="Wrapopt>Apply"' in program(step, *args)
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[5]],
                          ids=numerics.name_of)
 @pytest.mark.parametrize("rule", RULES)
@@ -319,6 +322,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("sizes, build", REFUSED.values(), ids=REFUSED)
 def test_what_the_cpu_refuses_is_refused_in_the_same_words(sizes, build):
   # Nothing is known of their shapes while a function is traced: what refuses
@@ -407,6 +411,7 @@ INNER = {
 }
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32, tf.float64],
                          ids=lambda d: d.name)
 @pytest.mark.parametrize("rule", INNER)
@@ -548,6 +553,7 @@ CLUSTERS = ("--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit "
             "--tf_xla_min_cluster_size=1")
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("mode", ["function", "session", "ref session"])
 def test_autoclustering(mode, tmp_path):
   printed = printed_by(

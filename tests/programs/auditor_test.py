@@ -46,6 +46,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("resource", [False, True], ids=["ref", "resource"])
 @pytest.mark.parametrize("stack", [
     STACK, Stack(average=MovingAverage(update_every=2)),
@@ -56,6 +57,7 @@ def test_programs(make, stack, resource):
   auditor.audit_in_graph(program(OPTIMIZERS[make], resource), stack)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("resource", [False, True], ids=["ref", "resource"])
 @pytest.mark.parametrize("name", ["BEMA", "PrimalAverage", "ScheduleFree",
                                   "gate"])
@@ -92,6 +94,7 @@ def steps_are_taken_twice(patch):
       self, train.GradientDescentOptimizer(0.2), package))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("broken, error", [
     (averages_have_another_decay, "step 0: average of '.*' is wrong"),
     (weights_stay_averages, "'table' after averaged_weights is"),
@@ -104,6 +107,7 @@ def test_the_auditor_finds(broken, error, monkeypatch):
         program(lambda: train.GradientDescentOptimizer(0.1)), STACK)
 
 
+@pytest.mark.by_day(0)
 def test_a_step_that_is_not_taken():
   def one_more(watch):
     program(OPTIMIZERS["Adam"], steps=3 if watch.stack is None else 2)(watch)

@@ -410,6 +410,7 @@ def test_pair(row, tmp_path):
 
 
 # Daily: many settings at once.
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("row", [
     {"wrapper": "MovingAverage of Lookahead", "optimizer": "AdamW",
      "train_step": "checked", "model": "unbuilt", "constraint": "max_norm",
@@ -543,6 +544,7 @@ def statistics_are_lost(patch):
   patch.setattr(wk.MovingAverage, "_follow", loses)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("broken, error", [
     (averages_miss_a_step, "step 2: average of '0 .*kernel' is wrong"),
     (weights_come_back_rounded, "'0 .*kernel' after averaged_weights is"),

@@ -24,6 +24,13 @@ def kind(request): return request.param
 def test_fixture(kind, x): pass
 
 def test_alone(): pass
+
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("x", range(5))
+def test_few(x): pass
+
+@pytest.mark.by_day(0)
+def test_late(): pass
 """
 
 
@@ -54,11 +61,13 @@ def test_each_value_runs_by_day_and_all_others_at_night(cases):
     assert any(value in case for case in grid), (value, grid)
   assert sum("row" in case for case in day) == 2  # One of the equal ones.
   assert sum("fixture" in case for case in day) == 2
-  assert "test_alone" in day
+  assert "test_alone" in day and "test_late" not in day
+  assert [case for case in day if "few" in case] == ["test_few[0]",
+                                                     "test_few[2]"]
   night, status = cases("--cases=night")
   assert status == 0
   both, _ = cases()
-  assert len(both) == 12 + 3 + 4 + 1
+  assert len(both) == 12 + 3 + 4 + 1 + 5 + 1
   assert sorted(day + night) == sorted(both)
 
 
@@ -81,6 +90,7 @@ def test_only_the_night_may_have_no_case(cases, tmp_path):
   assert cases("--cases=day", "-k=nothing") == ([], 5)
 
 
+@pytest.mark.by_day(0)
 def test_files_of_a_target(cases, tmp_path):
   """Each has a process of its own, which has imported TensorFlow."""
   (tmp_path / "tensorflow.py").touch()  # It stands for it, and takes no time.

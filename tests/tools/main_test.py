@@ -53,6 +53,7 @@ def test_the_gpu_kernels(out):
   assert re.search(r"  GPU( \d+)? +\S", out)
 
 
+@pytest.mark.by_day(0)
 def test_the_instruction_set_in_use(out):
   isas = ", ".join(_native.cpu_isas())
   assert f"  CPU kernels  {_native.cpu_isa()}, chosen from {isas}\n" in out

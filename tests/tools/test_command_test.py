@@ -166,6 +166,7 @@ def test_a_long_command_prints_the_time(run, tmp_path, status):
   assert "Terminated" not in outcome.stderr
 
 
+@pytest.mark.by_day(0)
 def test_a_change_of_packages_that_fails_is_done_again(run, tmp_path):
   python = tmp_path / ".venv" / "bin" / "python"
   works = python.read_text()

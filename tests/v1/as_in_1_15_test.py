@@ -86,6 +86,7 @@ def test_gradients_record_a_step_that_is_found_by_its_name():
   assert steps((train, v, None), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
 
 
+@pytest.mark.by_day(1)
 def test_a_hook_finds_a_step_by_its_name(tmp_path):
   step = tf1.get_variable("global_step", initializer=0, trainable=False)
   v = tf1.get_variable("v", initializer=0.0)
@@ -119,6 +120,7 @@ def test_the_averages_of_1_15():
     assert session.run(opt._ema.average(v)) == 0.5
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.uint8])
 @pytest.mark.parametrize("make", [averaged, elastic, with_averages,
                                   with_averages_after])

@@ -160,6 +160,7 @@ def transfers(run):
           and nodes[n.input[0].split(":")[0]].op != "Const"]
 
 
+@pytest.mark.by_day(1)
 def test_few_transfers(kind):
   """Packed where they come from, and split where they go."""
   sources = [variable([float(i), i + 0.5]) for i in range(100)]

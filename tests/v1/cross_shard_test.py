@@ -157,6 +157,7 @@ def graph_def(kind, make, context=contextlib.nullcontext):
     return [str(node) for node in graph.as_graph_def().node]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("groups", [None, [[0]]])
 @pytest.mark.parametrize("context", [
     contextlib.nullcontext, lambda: tpu_function.tpu_shard_context(1)],
@@ -178,6 +179,7 @@ def test_one_replica_is_one_shard():
 # A TPU.
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("dtype, groups", [
     *((dtype, None) for dtype in DTYPES),
     *((tf.float32, groups) for groups in GROUPS[1:])],
@@ -382,6 +384,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name, mode, reduction, groups", [
     *(("adam", "eager", *case) for case in CASES),
     *(("adam", "function", Reduction.MEAN, groups)
@@ -585,6 +588,7 @@ def test_what_is_summed_already_is_left_in_replicas(strategy):
     assert copies(strategy, w) == [-0.5, -1, -1.5, -2]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("groups", [None, PAIRS], ids=str)
 def test_replicas_in_a_session(groups):
   with tf.Graph().as_default():

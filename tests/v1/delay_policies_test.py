@@ -208,6 +208,7 @@ def with_a_step_between(w, take):
   return loss_of(wait(tf.identity(w)))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_function(policy, fused):

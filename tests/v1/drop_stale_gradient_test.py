@@ -127,6 +127,7 @@ def same(got, want):
                    [want[name] for name in sorted(want)])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [tf.int32, tf.int64], ids=lambda d: d.name)
 def test_a_trajectory(place, dtype):
   model = Model(place, lambda m: Drop(v1.GradientDescentOptimizer(0.5), 1),
@@ -337,6 +338,7 @@ def test_the_step_of_the_graph(graph):
       step.handle if hasattr(step, "handle") else step._ref())
 
 
+@pytest.mark.by_day(1)
 @both_paths
 @pytest.mark.parametrize("limit", [-1, np.array(-1), np.int64(-2**63)])
 def test_a_negative_limit_drops_all(place, limit, fused):
@@ -625,6 +627,7 @@ each_inside = pytest.mark.parametrize("inside", [
     in_a_branch, in_a_loop, in_a_branch_of_a_loop])
 
 
+@pytest.mark.by_day(1)
 @each_inside
 @in_branches
 def test_applied_inside_of_what_it_was_computed_outside(graph, inside):
@@ -662,6 +665,7 @@ def test_recorded_inside(graph, inside):
     assert session.run([w, step]) == [6, 1]
 
 
+@pytest.mark.by_day(1)
 @in_branches
 def test_inside_of_a_loss_scale_optimizer(graph):
   w, step = tf1.Variable(8.0, name="w"), make_step()
@@ -815,6 +819,7 @@ def test_a_worker_counts_from_its_start(graph):
       (3, 1), (1, 0)]
 
 
+@pytest.mark.by_day(1)
 def test_checkpoints_of_a_saver(graph, tmp_path):
   model = Model(graph, lambda m: Drop(INNER["adam"](), 0))
   saver = tf1.train.Saver()

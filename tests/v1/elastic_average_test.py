@@ -134,6 +134,7 @@ def read(session, variables):
   return [np.array(x) for x in session.run(list(variables))]
 
 
+@pytest.mark.by_day(1)
 def test_two_workers(kind, control_flow, target):
   """Worker 0 walks by 1 and worker 1 by 2; rho is 0, and they meet half way.
 
@@ -280,6 +281,7 @@ def test_concurrent_exchanges_lose_nothing(kind, target, size):
 # What an exchange consists of
 
 
+@pytest.mark.by_day(1)
 def test_few_ops_and_transfers(kind, control_flow, target):
   worker = Worker(kind, 0, [np.float32([i, 1]) for i in range(20)],
                   elastic(1, rho=None))
@@ -306,6 +308,7 @@ def ops_in_the_second_step(count, kind, period):
                       dict(zip(worker.feeds, values, strict=True)), runs=2)[0]
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
 def test_a_step_between_exchanges(kind, most_bytes, monkeypatch):
   """It runs nothing of an exchange, and no node for each variable or vector.

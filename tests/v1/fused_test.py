@@ -116,6 +116,7 @@ def test_what_has_no_such_op(make):
 # Devices.
 
 
+@pytest.mark.by_day(0)
 def test_one_op_per_device_and_dtype_and_kind_in_a_graph():
   # On each of two devices, of ref and of resource variables, of two dtypes,
   # with a dense, a sparse and no gradient: two variables of each.
@@ -328,6 +329,7 @@ def test_parameters(inner, form, mode):
 # Names. So a file of one is one of the other.
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 @every_rule
 def test_a_graph_has_the_same_variables(rule, kind):

@@ -65,6 +65,7 @@ ASKED = [(_check, "dtype"), (_check, "shape"), (_check, "variable"),
          (tf, "convert_to_tensor")]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", [
     lambda: v1.train.GradientDescentOptimizer(1.0),
     lambda: v1.train.MomentumOptimizer(1.0, 0.5), v1.train.AdamOptimizer])

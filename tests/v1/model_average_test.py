@@ -203,6 +203,7 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
         assert session.run([centers, step]) == [[n, n], n]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kinds", [*itertools.product([True, False], repeat=3)],
                          ids=str)
 def test_resource_and_ref_variables_together(kinds, target):
@@ -240,6 +241,7 @@ class Places(tf1.train.SessionRunHook):
     self.noted.append(session.run(self._place).tolist())
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("own_saver", [False, True])
 def test_rounds_stop_while_the_chief_writes_the_centers(own_saver, target,
                                                         tmp_path):
@@ -261,6 +263,7 @@ def test_rounds_stop_while_the_chief_writes_the_centers(own_saver, target,
     generation = begun
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_worker_waits_for_a_chief_longer_than_for_others(begins, target):
   worker = Worker(scope=f"waits_{begins}")
@@ -331,6 +334,7 @@ def test_no_clock_that_others_set_ends_a_round():
   assert "Timestamp" not in types
 
 
+@pytest.mark.by_day(0)
 def test_two_steps_of_a_worker_at_once_are_refused(target):
   """Both would be the same step of a round, and the round would be missed."""
   worker = Worker(scope="at_once")
@@ -455,6 +459,7 @@ def test_the_train_op():
   assert train.dtype == tf.bool and train.shape == []
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("variables, most_bytes, vectors", [
     (2, 4 << 20, 1), (40, 4 << 20, 1), (40, 8, 40)])
 def test_values_cross_together(variables, most_bytes, vectors, kind,
@@ -497,6 +502,7 @@ def nodes_that_run(variables, kind, interval):
   return ops_that_run(worker.graph, train, runs=2)[0]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
 def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
   """It runs nothing of a round, and no node for each variable or vector.
@@ -621,6 +627,7 @@ def test_get_init_op_needs_variables(target):
       assert [x.tolist() for x in session.run(mine)] == [[1.0, 2.0]] * 2
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("made_after", [0, 1, 2])
 def test_get_init_op_between_other_calls(made_after, target):
   """It starts the worker in all rounds, also of later `apply_gradients`."""

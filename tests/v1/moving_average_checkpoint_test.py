@@ -400,6 +400,7 @@ INNER = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", ["plain", "swapped"])
 @pytest.mark.parametrize("inner", INNER)
 def test_a_checkpoint_of_1_15(tmp_path, inner, layout):
@@ -821,6 +822,7 @@ def slow_exchange(monkeypatch):
   return begun
 
 
+@pytest.mark.by_day(1)
 def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
   p = place(*ONE)
   refused = threading.Event()
@@ -844,6 +846,7 @@ def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
   assert enter() == [3, 4]
 
 
+@pytest.mark.by_day(1)
 def test_averages_are_not_seeded_while_they_are_put_in_place(
     place, slow_exchange):
   p, asked = place(*ONE), threading.Event()
@@ -865,6 +868,7 @@ def test_averages_are_not_seeded_while_they_are_put_in_place(
   assert p.read(p.averages)[0].tolist() == [3, 4]
 
 
+@pytest.mark.by_day(0)
 def test_averages_wait_for_a_saver(kind, tmp_path, monkeypatch):
   """A thread must not exchange what another one saves."""
   model = Model()
@@ -973,6 +977,7 @@ def test_a_graph_is_built_while_eager_averages_are_in_place():
 # Monitored sessions.
 
 
+@pytest.mark.by_day(0)
 def test_a_monitored_session(kind, tmp_path):
   def session_for(model, save_steps=1):
     return v1.train.MonitoredTrainingSession(

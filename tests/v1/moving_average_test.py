@@ -244,6 +244,7 @@ def test_the_inner_optimizer_is_not_changed():
 # Decays that are read in each step.
 
 
+@pytest.mark.by_day(1)
 @both_paths
 # A callable is called after the step, so that there are two passes.
 @pytest.mark.parametrize("num_updates", [1000, lambda: 1000])
@@ -527,6 +528,7 @@ def test_control_dependencies_around_a_step_stay_out_of_the_averages(
       pass
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("v2", [False, True])
 def test_random_initial_values_are_those_of_the_variables(kind, v2):
   with control_flow(v2):
@@ -722,6 +724,7 @@ def test_a_variable_of_unknown_shape(kind, fused):
     assert session.run(opt.average(v)).tolist() == [0.5, 0.5]
 
 
+@pytest.mark.by_day(0)
 def test_the_averages_in_a_function():
   # They are those of the variables, which are eager.
   a, b = tf.Variable(0.0), tf.Variable(2.0)
@@ -1012,6 +1015,7 @@ def copies(strategy, *variables):
           for v in variables]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("strategy, devices", [
     ("Mirrored", ["CPU:0", "CPU:1"]), ("CentralStorage", [])])
 def test_a_strategy(strategy, devices):

@@ -138,6 +138,7 @@ def test_minimize(make, mode, run, dtype):
   assert run(step) == 1
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("is_given", [True, False])
 def test_minimize_takes_a_callable_in_a_graph(name, make, kind, run, is_given):
   if name == "bare" and kind == "ref":
@@ -159,6 +160,7 @@ def test_minimize_takes_all_trainable_variables_by_default(make, mode, run):
   assert run(z) == 7
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("method, sums", [
     (tf.AggregationMethod.ADD_N, 1),
     (tf.AggregationMethod.EXPERIMENTAL_TREE, 2),
@@ -191,6 +193,7 @@ def waits(pairs):
   return y in ancestors(x.op)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("gate, product, sum_", [
     (v1.train.Optimizer.GATE_NONE, False, False),
     (v1.train.Optimizer.GATE_OP, True, False),
@@ -311,6 +314,7 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
       if "not fused" in name else step | (gate if "Drop" in name else set()))
 
 
+@pytest.mark.by_day(2)
 def test_constraints(make, kind, run):
   x = v1.Variable([1.0, 2.0], name="a",
                             constraint=lambda v: tf.clip_by_value(v, -0.5, 0.))
@@ -340,6 +344,7 @@ def test_an_argument_that_there_is_not(make, mode):
     opt.apply_gradients([(tf.constant([5.0, 5.0]), x)], typo=True)
 
 
+@pytest.mark.by_day(2)
 def test_what_a_ref_op_returns_is_a_gradient(make, run):
   with graph_of("ref"):
     x, y = variables()

@@ -445,6 +445,7 @@ def evaluated(kind, path, of_model_variables):
     return session.run(output)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 def test_evaluations_of_batch_normalizations(kind, fused, tmp_path):

@@ -43,6 +43,7 @@ def test_lacking():
   assert race.lacking([]).size == 0
 
 
+@pytest.mark.by_day(0)
 def test_the_bound_holds_between_processes(cluster):
   answers = all_do(cluster, "update_log", updates=UPDATES, native=True)
   log = [entry for answer in answers for entry in answer["log"]]
@@ -88,6 +89,7 @@ def ran(steps, op):
   return sum(f" = {op}(" in label for label in steps["ran"])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("v2", [True, False])
 def test_dropped_gradients_are_not_sent(cluster, fused, v2):
@@ -110,6 +112,7 @@ def test_dropped_gradients_are_not_sent(cluster, fused, v2):
 
 
 # The last one: it costs a worker.
+@pytest.mark.by_day(0)
 def test_a_worker_that_is_killed_in_the_middle_of_an_update(cluster, tmp_path):
   *others, victim = workers(cluster)
   stop, hangs = tmp_path / "stop", tmp_path / "hangs"

@@ -287,6 +287,11 @@ def locked(strategy, coordinator):
     with strategy.scope():
       yield name, locked_step.get_concrete_function().name.decode()
 
+
+def on_a_worker(strategy, coordinator):
+  """The error of a step that is locked, and has an op on a worker."""
+  del coordinator
+
   class OnWorker(keras.constraints.Constraint):
 
     def __call__(self, w):
@@ -300,7 +305,7 @@ def locked(strategy, coordinator):
     tf.function(lambda: strategy.run(
         lambda: opt.apply([ones], made))).get_concrete_function()
   except NotImplementedError as error:
-    yield "on a worker", str(error)
+    yield "error", str(error)
 
 
 def traffic(strategy, coordinator):

@@ -41,7 +41,7 @@ def run_program(*names):
 
 @pytest.fixture(scope="module", name="found")
 def _found():
-  return run_program("races", "several", "locked", "traffic", "second_tries",
+  return run_program("races", "on_a_worker", "traffic", "second_tries",
                      "refused", "compensation", "embeddings")
 
 
@@ -103,8 +103,9 @@ def test_racing_steps_have_an_order_on_each_server(case, found):
       assert same.mean() < 0.1
 
 
-def test_functions_of_several_steps_do_not_wait_for_themselves(found):
-  several = found["several"]
+@pytest.mark.by_day(0)
+def test_functions_of_several_steps_do_not_wait_for_themselves():
+  several = run_program("several")["several"]
   assert several.pop("MovingAverage") == several.pop("DropStaleGradient") == [
       24, 8]
   assert len(several) == 4
@@ -183,12 +184,17 @@ def held(graph):
       if task[x][0] == "worker" and (x, task[name]) not in came]
 
 
-def test_a_step_with_a_lock_needs_no_worker(found):
-  """Once it has the lock, and whatever the worker does."""
-  cases = dict(found["locked"])
+def test_an_op_of_a_locked_step_on_a_worker(found):
   assert re.search("All ops of a step that several workers share must be on "
                    "servers, .*, got 'cond/.*' of type Identity on "
-                   "'/job:worker", cases.pop("on a worker"))
+                   "'/job:worker", found["on_a_worker"]["error"])
+
+
+@pytest.mark.by_day(0)
+def test_a_step_with_a_lock_needs_no_worker():
+  """Once it has the lock, and whatever the worker does."""
+  found = run_program("locked")
+  cases = found["locked"]
   assert len(cases) == 13
   for name, function in cases.items():
     assert held(found["graphs"][function]) == (

@@ -45,6 +45,7 @@ def test_two_workers(cluster):
           "seen": [saw, 10 - saw], "step": step}
 
 
+@pytest.mark.by_day(0)
 def test_synchronous_start(cluster):
   """The chief waits for the worker, which comes later."""
   chief, worker = [cluster.tasks["worker", i] for i in (CHIEF, WORKER)]
@@ -56,6 +57,7 @@ def test_synchronous_start(cluster):
   chief.ask("start", prefix="synchronous", synchronous=True)
 
 
+@pytest.mark.by_day(0)
 def test_adam(cluster):
   """A session that is not the chief's waits for none of its slots."""
   tasks = start_both(cluster, prefix="adam", inner="Adam")
@@ -67,6 +69,7 @@ def test_adam(cluster):
 
 
 # The last ones: they cost the worker its session.
+@pytest.mark.by_day(0)
 def test_restart_of_the_chief(cluster, tmp_path):
   """It goes on from the centers of its checkpoint, and so does the other."""
   arguments = {"prefix": "restart", "checkpoint_dir": str(tmp_path)}

@@ -133,6 +133,7 @@ def test_steps_of_functions_and_of_python_are_counted_together():
   assert weights == [2 * 2 + 4 * 3 + 5] * 2
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("traced", [False, True])
 def test_steps_of_threads_are_all_counted(traced):
   local = make(wrapopt.LocalSGD, [tf.Variable([1.0])],
@@ -173,6 +174,7 @@ def test_numbers_are_finite_whose_sum_is_not(values, is_finite):
   assert (_exchanges.not_finite([w], [values]) is None) == is_finite
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("rule", ["DiLoCo", "LocalSGD"])
 def test_twenty_rounds_of_workers_of_different_weights(servers, rule):
   rates = (RATE, MOMENTUM) if rule == "DiLoCo" else (1.0, 0.0)
@@ -218,6 +220,7 @@ def test_twenty_rounds_of_workers_of_different_weights(servers, rule):
     assert abs(oracle.center - initial[-1]).max() > 0.1
 
 
+@pytest.mark.by_day(0)
 def test_rounds_in_a_function(servers):
   v, w = tf.Variable([1.0, 2.0, 3.0]), tf.Variable(1.0)
   local = make(wrapopt.DiLoCo, [v, w], servers, "a", 1, sync_every=3)
@@ -350,6 +353,7 @@ def test_a_server_that_is_restarted_is_told_who_has_left(lost):
     local.close()  # It would wait for servers that are gone.
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("cls", [wrapopt.LocalSGD, wrapopt.DiLoCo])
 def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
@@ -411,6 +415,7 @@ def test_a_worker_without_values_does_not_begin_the_grace(server):
   assert v.numpy() == w.numpy() == [3]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_round_without_finite_values_is_an_error(traced, servers):
   def worker(k):
@@ -519,6 +524,7 @@ def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
   assert got.stdout.split() == ["0", "True", "0", "0", "1"], got.stderr
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_server_lacks_is_told_rather_than_a_lost_one(
     late, monkeypatch, server):
@@ -557,6 +563,7 @@ def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch, server):
   assert w.numpy() == [1.0] and steps_of(local) == 4
 
 
+@pytest.mark.by_day(0)
 def test_another_process_of_the_same_name_is_an_error(server):
   new = lambda name, **kwargs: make(
       wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], name, 2,
@@ -666,6 +673,7 @@ def test_other_settings_are_an_error():
   assert second.report.counted and second.round == 2
 
 
+@pytest.mark.by_day(0)
 def test_a_worker_that_was_refused_leaves_nothing_on_servers():
   a, b = [server_module.start().target for _ in range(2)]
   new = lambda servers: make(
@@ -728,6 +736,7 @@ def test_a_second_job_does_not_go_on_from_the_center_of_the_first(servers):
   assert other.round == 1
 
 
+@pytest.mark.by_day(0)
 def test_a_job_that_resumes_knows_no_other():
   """Its first worker cannot know whether another one has a later center."""
   with Servers() as servers:
@@ -843,6 +852,7 @@ def test_examples_are_weights(server):
     local.step(examples=0)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("in_graph", [False, True], ids=["python", "graph"])
 def test_examples_of_a_round_are_those_of_its_steps(
     in_graph, monkeypatch, server):
@@ -871,6 +881,7 @@ def test_step_in_a_function_that_xla_compiles_is_an_error(server):
     tf.function(local.step, jit_compile=True)()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [None, "int4"])
 def test_checkpoints(tmp_path, servers, dtype):
   def train(local, w, rounds):
@@ -966,6 +977,7 @@ def test_codes_that_are_refused(dtype, of, error):
            ["localhost:1"], "a", 1, dtype=dtype, **kwargs)
 
 
+@pytest.mark.by_day(0)
 def test_codes_of_several_dtypes_in_a_function(servers):
   """A worker without finite values does not count, and loses no errors."""
   variables = [tf.Variable(tf.zeros([300], "float16")),
@@ -1017,6 +1029,7 @@ def test_progress_and_scalars(tmp_path, capsys, server):
   assert [at for at, _ in seen["rounds/seconds"]] == [1, 2]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_worker_that_has_missed_the_center_takes_it(
     traced, monkeypatch, server):
@@ -1046,6 +1059,7 @@ def fails(error=OSError, *_, **__):
   raise error("no one reads this")
 
 
+@pytest.mark.by_day(0)
 def test_one_turn_serves_many_workers(servers):
   def worker(k):
     w = tf.Variable([0.0, 0.0, 0.0])
@@ -1060,6 +1074,7 @@ def test_one_turn_serves_many_workers(servers):
     np.testing.assert_array_equal(got, [15.0, 6.0, 12.0])
 
 
+@pytest.mark.by_day(0)
 def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
   """Otherwise the next one would wait for its end, which is the deadline's."""
   stage, enter = _server.Server.stage, _server.Server.enter
@@ -1103,6 +1118,7 @@ def test_an_error_is_not_searched_for_names_of_ops(server):
   assert raised.value.message == text
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_call_takes_half_a_second_of_a_slow_link(monkeypatch, dtype, server):
   rate, now, calls = math.inf, 0.0, []  # Bytes a second; seconds; bytes.
@@ -1302,6 +1318,7 @@ def test_a_checkpoint_of_other_variables_is_an_error(tmp_path, server):
   assert new([v, w], checkpoint=tmp_path / "a-1", name="z").round == 0
 
 
+@pytest.mark.by_day(0)
 def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
   with Servers() as servers:
     w = tf.Variable([0.0] * 4)

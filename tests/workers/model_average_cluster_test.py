@@ -100,6 +100,7 @@ def test_the_trace_of_1_15(cluster, v2, use_resource):
   assert steps(chief) == steps(worker) == [0, 0, 1, 1, 2, 2, 3]
 
 
+@pytest.mark.by_day(0)
 def test_a_worker_starts_from_the_centers(cluster):
   job = Job(cluster, steps=2)
   job.start("chief", gradient=-1.0, initial=5.0)
@@ -108,6 +109,7 @@ def test_a_worker_starts_from_the_centers(cluster):
   assert own(job.result("worker")) == [5, 7, 8]
 
 
+@pytest.mark.by_day(0)
 def test_slots_are_the_workers_own(cluster):
   """A session of a worker that is not the chief is ready; momentum goes on."""
   job = two_workers(cluster, steps=4, inner="momentum")
@@ -116,6 +118,7 @@ def test_slots_are_the_workers_own(cluster):
   assert own(job.result("worker")) == [0, 2, 4.5, 10.5, 15]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("moving_average, chief, worker", [
     # Own values are 0, 1, 3 and 0, 2, 3, where the third is a round's mean.
     ("around", [0, 0.5, 1.75], [0, 1, 2]),
@@ -132,6 +135,7 @@ def test_moving_averages_are_the_workers_own(cluster, moving_average, chief,
     assert own(job.result(name))[-1] == 3
 
 
+@pytest.mark.by_day(0)
 def test_adam(cluster):
   job = Job(cluster, steps=4, inner="adam", interval=4)
   job.start("chief", gradient=-1.0)
@@ -142,6 +146,7 @@ def test_adam(cluster):
   assert worker == pytest.approx([0, -0.5, -1, -1.5, 0], abs=1e-5)
 
 
+@pytest.mark.by_day(0)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_the_mean_of_large_numbers_is_one(cluster, dtype):
   job = Job(cluster, steps=1, interval=1, num_worker=3, initial=32768.0,
@@ -153,6 +158,7 @@ def test_the_mean_of_large_numbers_is_one(cluster, dtype):
   assert center(job.result("chief")) == [32768, 40960]
 
 
+@pytest.mark.by_day(0)
 def test_two_optimizers(cluster):
   """In one graph, of one name; each has rounds of its own."""
   job = two_workers(cluster, steps=4, models=2)
@@ -162,6 +168,7 @@ def test_two_optimizers(cluster):
     assert steps(log, 1) == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.by_day(0)
 def test_two_jobs(cluster):
   """Two workers of one cluster train different models at the same time."""
   jobs = [Job(cluster, steps=20, num_worker=1) for _ in range(2)]

@@ -301,6 +301,7 @@ BREAKS = [
     values_trained_from_an_old_center_count, turn_is_kept, lead_steps_first]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)
 def test_a_break_is_found(way, monkeypatch):
   way(monkeypatch)
