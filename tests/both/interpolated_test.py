@@ -452,6 +452,7 @@ class Several:
       np.testing.assert_allclose(read(name), want, 1e-10)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("kind", ["resource", "ref", "mirrored"])
 def test_some_variables_hold_x_in_a_session(kind, is_late, tmp_path):
@@ -516,6 +517,7 @@ def test_some_variables_hold_x_in_a_session(kind, is_late, tmp_path):
     check()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 def test_some_variables_hold_x_in_keras(mode, one_pass, tmp_path):

@@ -237,6 +237,7 @@ READS = {
 _NOT_OF_KERAS_VARIABLES = ("pickle", "deepcopy", "copy", "rows", "stack")
 
 
+@pytest.mark.by_day(15)
 @EVERY_KIND
 @pytest.mark.parametrize("read", READS)
 def test_a_read_is_up_to_date(kind, read):

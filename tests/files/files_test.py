@@ -24,6 +24,7 @@ WAYS = [(version, name, way) for version in VERSIONS
         for way in dir(written.KINDS[name]) if way.startswith("read")]
 
 
+@pytest.mark.by_day(19)
 @pytest.mark.parametrize("version, name, way", WAYS, ids=lambda x: str(x))
 def test_a_file(version, name, way, tmp_path):
   folder = tmp_path / "files"  # A reader may write beside it.

@@ -19,10 +19,10 @@ from wrapopt._averages import _swap
 from wrapopt._v1._evaluation import _swapping_saver
 from wrapopt.keras._averages import _assignments
 
-# How many programs of each kind the daily test runs, in some 15 seconds.
+# How many programs of each kind the daily test runs, in some 10 seconds.
 EXAMPLES = {("keras", "eager"): 12, ("keras", "function"): 4,
-            ("keras", "fit"): 4, ("keras", "jit"): 2, ("v1", "eager"): 16,
-            ("v1", "function"): 4, ("v1", "resource"): 6, ("v1", "ref"): 4,
+            ("keras", "fit"): 4, ("keras", "jit"): 2, ("v1", "eager"): 8,
+            ("v1", "function"): 4, ("v1", "resource"): 4, ("v1", "ref"): 4,
             ("v1", "jit"): 2}
 
 

@@ -150,6 +150,7 @@ def lazy_steps(device, rule, values, averages, steps, decays, finish):
           *(v.numpy()[:-1] for row in log_decays for v in row)]
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("pair", [(numerics.HALF, numerics.HALF),
                                   (numerics.BFLOAT16, numerics.FLOAT),
                                   (numerics.FLOAT, numerics.FLOAT),
@@ -535,6 +536,7 @@ if not IS_FAKE:
   CASES = [(mode, rule) for mode in modes.UNCOMPILED for rule in INNER]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("mode, rule", CASES,
                          ids=lambda x: getattr(x, "name", x),
                          indirect=["mode"])

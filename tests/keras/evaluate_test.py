@@ -756,7 +756,7 @@ def test_swa_counts_epochs():
           fit()
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("kind, raw", [
     ("stopping", True), ("checkpoint", True), ("before", True),
     ("after", False), ("inside", False), ("every epoch", False),

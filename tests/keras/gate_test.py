@@ -282,6 +282,7 @@ WRAPPED = {
 FEW = ("SGD Nesterov", "LazyAdam", "Nadam")
 
 
+@pytest.mark.by_day(4)
 @MODE
 @pytest.mark.parametrize("inner, wrapped", [
     *((inner, "alone") for inner in FEW),
@@ -1109,6 +1110,7 @@ class Recording(keras.Sequential):
     return {"loss": loss}
 
 
+@pytest.mark.by_day(1)
 @MODE
 def test_fit(mode):
   data = np.ones((8, 3)), np.ones((8, 1))

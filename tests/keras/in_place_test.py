@@ -243,6 +243,7 @@ READABLE = {
 }
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("name", READABLE)

@@ -168,7 +168,6 @@ CASES = [(name, wrapper, "inside") for name in MODULES for wrapper in WRAPPERS
               ("loss_scale_optimizer_test", "multi_optimizer_test")]
 
 
-@pytest.mark.by_day(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, wrapper, where", CASES)
 def test_module(name, wrapper, where):

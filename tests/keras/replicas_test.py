@@ -104,7 +104,7 @@ def take_the_rest(step):
   loop()
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", KERAS)
 def test_copies_stay_equal(name):
   strategy = mirrored()

@@ -104,6 +104,7 @@ KINDS = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", keras_versions.cases(KINDS))
 def test_files_and_checkpoints_round_trip(kind, tmp_path):
   model = train(make(KINDS[kind]()))
@@ -494,6 +495,7 @@ def state(opt):
       *(count for count, _ in w._store.state._counts.values())]]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", keras_versions.cases(UNBUILT))
 def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
   path = str(tmp_path / "run.weights.h5")
@@ -720,6 +722,7 @@ KINDS_AND_WAYS = [(kind, way) for kind in OWNERS for way in WAYS if
                   way == "weights" or kind in ("average", "primal_average")]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind,way", KINDS_AND_WAYS)
 @pytest.mark.parametrize("named", [True, False])
 def test_averages_of_one_tower_are_not_the_others(named, way, kind, tmp_path):
@@ -854,6 +857,7 @@ WITH_FACTORS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind,way,layer,quantized", [
     *((kind, "model", "dense", None) for kind in OWNERS),
     *(("average", way, "dense", None) for way in (
@@ -932,6 +936,7 @@ def test_factors_that_keras_merges(quantized, layer, way, kind, tmp_path):
   np.testing.assert_allclose(to(x), of(x), atol=atol)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind,earlier", [
     ("counted", False), ("counted", True), ("late", False), ("dynamic", False),
     ("dynamic", True), ("bema", False)])

@@ -199,6 +199,7 @@ def test_statistics_of_batch_normalizations_are_averaged_in_any_case():
     model.optimizer.average(norm.gamma)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["function", "list", "paths"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_models_are_saved_as_a_whole(wrapper, how, tmp_path):

@@ -215,6 +215,7 @@ def of_model_garden(gradients, decay, start_step, dynamic_decay):
   return averages
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("start", [0, 1, 2, 4])

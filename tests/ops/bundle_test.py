@@ -554,6 +554,7 @@ def values_by_name(variables):
   return {v.name.removesuffix(":0"): v.numpy().tolist() for v in variables}
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", V1_SAVED)
 def test_tensorflow_2_trains_a_saved_graph(name, tmp_path):
   first, again = str(tmp_path / "first"), str(tmp_path / "again")

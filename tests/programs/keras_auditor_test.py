@@ -463,6 +463,7 @@ def other_program(model, kind, path, make):
   return new
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["keras", "weights", "checkpoint"])
 @pytest.mark.parametrize("lora", [False, True], ids=["dense", "LoRA"])
 @pytest.mark.parametrize("wrapper", [

@@ -125,7 +125,7 @@ def test_a_mutant_is_run_with_the_tests_that_reach_it(copy):
   assert names(1) == names(10) | names(7)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("before, after, red", [
     ("", "", ""),
     ("x + y", "x - y", "tests/ops/a_test.py::test_f"),

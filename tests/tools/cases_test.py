@@ -71,6 +71,7 @@ def test_each_value_runs_by_day_and_all_others_at_night(cases):
   assert sorted(day + night) == sorted(both)
 
 
+@pytest.mark.by_day(0)
 def test_what_is_left_out_by_name_runs_at_night(cases):
   of_name = "-k=not (jit or row)"
   day, _ = cases("--cases=day", of_name)
@@ -84,6 +85,7 @@ def test_a_filter_finds_all_cases(cases):
   assert len(found) == 6
 
 
+@pytest.mark.by_day(0)
 def test_only_the_night_may_have_no_case(cases, tmp_path):
   (tmp_path / "program_test.py").write_text("def test_alone(): pass\n")
   assert cases("--cases=night") == ([], 0)

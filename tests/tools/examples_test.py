@@ -290,6 +290,7 @@ def simulation():
   return staleness.make_simulation(task, task.load(1))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("method", staleness.METHODS)
 def test_one_worker_is_sequential(method):
   simulate = simulation()

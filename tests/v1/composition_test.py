@@ -183,6 +183,7 @@ def test_no_step_around_an_exchange_while_averages_are_in_place():
       session.run(train)
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize("chain", [
     c for n, names in ((2, (*NAMES, *BETWEEN)), (3, NAMES))
     for c in chains(n, names) if is_refused(c)], ids=name_of)

@@ -343,6 +343,7 @@ def test_an_embedding_in_a_graph(kind, lookups, policy):
             if op.inputs[0] is table.handle] == ["table/Read/ReadVariableOp"]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("make", [
     lambda: inner(0), lambda: inner(0.5), lambda: v1.AdamOptimizer(0.1),
     lambda: v1.FtrlOptimizer(0.1), lambda: v1.RMSPropOptimizer(0.1)],
@@ -433,6 +434,7 @@ GETTERS = {"drop-model": wrapopt.ModelAverageCustomGetter,
            "drop-elastic": wrapopt.ElasticAverageCustomGetter}
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("policy", POLICIES)

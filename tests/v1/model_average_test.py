@@ -100,6 +100,7 @@ class Worker:
 # What a step does
 
 
+@pytest.mark.by_day(2)
 def test_a_round_in_the_head(kind, target):
   """Gradient -1: two steps of 1, and the mean of one worker is its own."""
   worker = Worker(use_resource=kind, scope="head")

@@ -1175,6 +1175,7 @@ def test_a_mean_teacher(kind):
       assert session.run(w) == 0.25
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("make", [
     lambda: wrapopt.DropStaleGradientOptimizer(wrap(0.5), 0),
     lambda: wrapopt.CrossShardOptimizer(wrap(0.5)),

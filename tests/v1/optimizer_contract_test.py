@@ -126,6 +126,7 @@ def check(run, opt, pairs):
           np.add(np.multiply(DECAY, before), np.multiply(1 - DECAY, after)))
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_minimize(make, mode, run, dtype):
   x, y = variables(dtype)
@@ -296,6 +297,7 @@ def test_what_is_no_gradient(make, mode):
     make(1.0).apply_gradients([(object(), x)])
 
 
+@pytest.mark.by_day(3)
 def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
   x, y = variables()
   train = make(1.0).minimize(loss_of(x, y), step_variable(), [x, y])
@@ -365,6 +367,7 @@ def test_rows_that_are_lists(make, mode, run):
   check(run, opt, [(x, ([1, 2], [1, -30]))])
 
 
+@pytest.mark.by_day(3)
 def test_the_name_of_a_step(make, kind):
   x, y = variables()
   make(1.0).minimize(loss_of(x, y), name="my_step")

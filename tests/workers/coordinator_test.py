@@ -42,7 +42,7 @@ def run_program(*names):
 @pytest.fixture(scope="module", name="found")
 def _found():
   return run_program("races", "on_a_worker", "traffic", "second_tries",
-                     "refused", "compensation", "embeddings")
+                     "refused", "embeddings")
 
 
 def test_each_step_is_counted_and_has_a_number_of_its_own():
@@ -217,8 +217,9 @@ def test_a_step_that_is_refused_changes_nothing(found):
                    "branches": name == "GapAware"}, name
 
 
-def test_gradients_of_old_weights_are_compensated(found):
-  cases = found["compensation"]
+@pytest.mark.by_day(0)
+def test_gradients_of_old_weights_are_compensated():
+  cases = run_program("compensation")["compensation"]
   for name, got in cases.items():
     assert (got["iterations"], got["servers"]) == (6, 2), name
     for here, there in zip(got["here"], got["there"]):

@@ -288,6 +288,7 @@ def test_too_few_workers_are_an_error(server):
     local.step()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["leave", "with"])
 def test_rounds_go_on_without_workers_that_have_left(servers, how):
   """All workers are needed, but for those."""
@@ -881,7 +882,7 @@ def test_step_in_a_function_that_xla_compiles_is_an_error(server):
     tf.function(local.step, jit_compile=True)()
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("dtype", [None, "int4"])
 def test_checkpoints(tmp_path, servers, dtype):
   def train(local, w, rounds):
