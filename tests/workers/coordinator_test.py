@@ -41,8 +41,8 @@ def run_program(*names):
 
 @pytest.fixture(scope="module", name="found")
 def _found():
-  return run_program("races", "on_a_worker", "traffic", "second_tries",
-                     "refused", "embeddings")
+  return run_program("races", "locked", "on_a_worker", "traffic",
+                     "second_tries", "refused", "embeddings")
 
 
 def test_each_step_is_counted_and_has_a_number_of_its_own():
@@ -190,15 +190,22 @@ def test_an_op_of_a_locked_step_on_a_worker(found):
                    "'/job:worker", found["on_a_worker"]["error"])
 
 
-@pytest.mark.by_day(0)
-def test_a_step_with_a_lock_needs_no_worker():
-  """Once it has the lock, and whatever the worker does."""
-  found = run_program("locked")
-  cases = found["locked"]
-  assert len(cases) == 13
+def check_locked(cases, graphs):
   for name, function in cases.items():
-    assert held(found["graphs"][function]) == (
-        {("ps", "0"), ("ps", "1")}, []), name
+    assert held(graphs[function]) == ({("ps", "0"), ("ps", "1")}, []), name
+
+
+def test_a_step_with_a_lock_needs_no_worker(found):
+  """Once it has the lock, and whatever the worker does."""
+  assert len(found["locked"]) == 6
+  check_locked(found["locked"], found["graphs"])
+
+
+@pytest.mark.by_day(0)
+def test_a_step_with_a_lock_of_other_optimizers_needs_no_worker():
+  found = run_program("locked_late")
+  assert len(found["locked_late"]) == 7
+  check_locked(found["locked_late"], found["graphs"])
 
 
 def test_a_second_try_changes_nothing(found):
