@@ -68,7 +68,10 @@ def main():
     print(file, flush=True)
     child = os.fork()
     if not child:
-      return run(file)
+      status = run(file)
+      sys.stdout.flush()
+      # To free all that is left may take a minute.
+      os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # Only a filter may leave a file without cases.
     failed |= status != 0 and not (
