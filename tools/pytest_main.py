@@ -38,6 +38,8 @@ def main():
     os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = scratch
   # The runfiles tree is read-only.
   options += ["-p", "no:cacheprovider", "--rootdir", os.getcwd(), "-q", "-rs"]
+  if "--cases=day" in options:
+    options.append("-pno:unraisableexception")  # It collects at the end.
   report = os.environ.get("XML_OUTPUT_FILE")
   if report:
     options.append(f"--junitxml={report}")
