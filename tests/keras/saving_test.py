@@ -495,7 +495,6 @@ def state(opt):
       *(count for count, _ in w._store.state._counts.values())]]
 
 
-@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", keras_versions.cases(UNBUILT))
 def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
   path = str(tmp_path / "run.weights.h5")

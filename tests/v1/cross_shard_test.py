@@ -449,7 +449,6 @@ class Taking(v1.GradientDescentOptimizer):
                                                             indices)
 
 
-@pytest.mark.by_day(2)
 @pytest.mark.parametrize("mode, dtype, index_type", [
     *(("eager", dtype, tf.int32) for dtype in DTYPES),
     ("function", tf.bfloat16, tf.int32), ("function", tf.float32, tf.int64)],

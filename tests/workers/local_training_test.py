@@ -288,7 +288,6 @@ def test_too_few_workers_are_an_error(server):
     local.step()
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["leave", "with"])
 def test_rounds_go_on_without_workers_that_have_left(servers, how):
   """All workers are needed, but for those."""
