@@ -1015,7 +1015,6 @@ def copies(strategy, *variables):
           for v in variables]
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("strategy, devices", [
     ("Mirrored", ["CPU:0", "CPU:1"]), ("CentralStorage", [])])
 def test_a_strategy(strategy, devices):

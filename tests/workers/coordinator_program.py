@@ -116,9 +116,8 @@ LOCKED = {
         tf1.train.GradientDescentOptimizer(1.0))}
 
 # Those whose locked steps are tested at night.
-LATE = {"SWA", "PrimalAverage", "constraint", "DropStaleGradient(Nadam)",
-        "of version 1, gated, GapAware", "of version 1, without an op",
-        "of version 1, Schedule-Free"}
+LATE = {"SWA", "PrimalAverage", "constraint", "of version 1, gated, GapAware",
+        "of version 1, without an op", "of version 1, Schedule-Free"}
 
 
 # 1. Counts, and the numbers of the steps.

@@ -197,14 +197,14 @@ def check_locked(cases, graphs):
 
 def test_a_step_with_a_lock_needs_no_worker(found):
   """Once it has the lock, and whatever the worker does."""
-  assert len(found["locked"]) == 6
+  assert len(found["locked"]) == 7
   check_locked(found["locked"], found["graphs"])
 
 
 @pytest.mark.by_day(0)
 def test_a_step_with_a_lock_of_other_optimizers_needs_no_worker():
   found = run_program("locked_late")
-  assert len(found["locked_late"]) == 7
+  assert len(found["locked_late"]) == 6
   check_locked(found["locked_late"], found["graphs"])
 
 

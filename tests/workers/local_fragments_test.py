@@ -118,7 +118,6 @@ def test_a_step_returns_while_values_travel(server):
   assert v.numpy() == [(6 + 3) / 2]
 
 
-@pytest.mark.by_day(0)
 def test_all_fragments_are_of_the_worker_that_begins(servers, monkeypatch):
   """Another one comes between its fragments."""
   one, two = zeros(), [tf.Variable(tf.ones(shape)) for shape in SHAPES]
@@ -299,7 +298,6 @@ def test_readers_and_commands(servers, capsys, monkeypatch):
   assert not server_module.drop(servers, "job/1")
 
 
-@pytest.mark.by_day(0)
 def test_a_worker_that_missed_rounds_does_not_wait_for_others(servers):
   """It takes centers until it is where the others are."""
   kwargs = {"cls": wrapopt.LocalSGD, "fragments": 3, "sync_every": 3,
