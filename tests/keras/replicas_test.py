@@ -168,7 +168,6 @@ V1 = {
 }
 
 
-@pytest.mark.by_day(0)
 @pytest.mark.parametrize("name", V1)
 def test_copies_stay_equal_in_v1(name):
   strategy = mirrored()
