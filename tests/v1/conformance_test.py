@@ -296,7 +296,6 @@ def bare():
   return get
 
 
-@pytest.mark.by_day(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrapper, fused", variants(WRAPPERS))
