@@ -78,6 +78,11 @@ def test_mutants_of_python():
               (3, "if x > 1: g(x)", "return None")}
 
 
+def test_names_of_exceptions_with_dots_are_passed_over():
+  assert found("a.py", "try:\n  x\nexcept (a.B, C):\n  pass\n") == {
+      (3, "except (a.B, C):", "except (a.B, CosmicRayTestingException):")}
+
+
 def test_mutants_that_change_nothing():
   """Each has its source, its line, what the line becomes, and why."""
   text = (ROOT / "tools/bulk_mutants/equal.txt").read_text(encoding="utf-8")
