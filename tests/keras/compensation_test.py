@@ -85,16 +85,16 @@ def test_averages_follow_the_compensated_step():
   @tf.function
   def two():
     with gate.record_step():
-      first = v.value * 1.0
+      first = v.value * -2.0
       second = v.value * 2.0
     opt.apply([first], [v])
     with gate.record_step():  # Of later weights, but the gradient is older.
       opt.apply([second], [v])
 
   two()
-  # 1 - 0.5 * 1; then 0.5 - 0.5 (2 + 0.5 * 4 * (0.5 - 1)).
+  # 1 + 0.5 * 2; then 2 - 0.5 (2 + 0.5 * 4 * (2 - 1)).
   np.testing.assert_allclose(v.value, [0.0], atol=1e-15)
-  average = 1 + 0.25 * (0.5 - 1)
+  average = 1 + 0.25 * (2 - 1)
   np.testing.assert_allclose(tf.convert_to_tensor(opt.average(v)),
                              [average + 0.25 * (0 - average)], rtol=1e-15)
 

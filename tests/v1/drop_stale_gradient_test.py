@@ -817,6 +817,10 @@ def test_a_worker_counts_from_its_start(graph):
   model.apply(2)
   assert [(s.admitted, s.dropped) for s in model.session.run(stats)] == [
       (3, 1), (1, 0)]
+  model.session.run(model.step.assign(100))
+  model.apply(2)  # The last count is of all that miss as many or more.
+  for found in model.session.run(stats):
+    assert found.dropped_histogram[-1] == 1
 
 
 @pytest.mark.by_day(1)
