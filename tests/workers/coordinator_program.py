@@ -348,11 +348,16 @@ def traffic(strategy, coordinator):
 
 def second_tries(strategy, coordinator):
   """Steps whose tries have one token: the second one changes nothing."""
+  for every in 1, 2:
+    yield f"every {every}", list(_states_of_tries(strategy, coordinator, every))
+
+
+def _states_of_tries(strategy, coordinator, every):
   with strategy.scope():
     model = keras.Sequential([keras.Input([3]),
                               keras.layers.BatchNormalization()])
     opt = wk.MovingAverage(K.SGD(1.0), 0.5, average_batch_norm=True,
-                           update_every=2)
+                           update_every=every)
     opt.build(model.trainable_variables)
     opt.set_model(model)
 
@@ -364,20 +369,18 @@ def second_tries(strategy, coordinator):
       v.assign(v + 1.0)
 
   def state():
-    return [tf.convert_to_tensor(x).numpy().tolist()
+    return [np.ravel(tf.convert_to_tensor(x)).tolist()
             for x in (*model.trainable_variables,
-                      *map(opt.average, model.variables))]
+                      *map(opt.average, model.variables), *opt.variables)]
 
   tokens = iter([5, 5, 6, 6, 7, 7, 8, 8])
   of_closure, _tokens._of_closure = _tokens._of_closure, lambda: next(tokens)
   try:
-    found = []
     for _ in range(8):
       schedule(coordinator, step, 1)
-      found.append(state())
+      yield state()
   finally:
     _tokens._of_closure = of_closure
-  yield "states", found
 
 
 def refused(strategy, coordinator):
@@ -401,10 +404,13 @@ def refused(strategy, coordinator):
         gradients = [1 + v.value for v in model.trainable_variables]
       opt.apply(gradients, model.trainable_variables)
 
-    state = lambda: [  # All but the counts of gates.
+    # All but the counts of gates, and that averages have begun.
+    state = lambda: [
         tf.convert_to_tensor(x).numpy().tolist() for x in (
             *(v for inner in wrapopt.keras._steps._views.innermost(opt)
-              for v in inner.variables), *model.variables)]
+              for v in inner.variables), *model.variables,
+            *(v for v in opt.variables if not v.path.endswith("/begun") and
+              not any(v is other for other in gate.variables)))]
     before = state()
     schedule(coordinator, step, 5)
     with strategy.scope():
