@@ -9,8 +9,8 @@ class Cases:
   """Leaves the cases of the day (`--cases=day`), or the others (`night`).
 
   By day, each value of each parameter of a test runs at least once, with as few
-  cases as that takes. So of a test with one parameter, all cases run. Of a test
-  with the mark `by_day(n)`, at most n of these run.
+  cases as that takes. All cases of a test with one parameter run. The mark
+  `by_day(n)` limits the cases of a test to n.
   """
 
   def pytest_addoption(self, parser):
@@ -44,7 +44,7 @@ def _of_day(items):
     of_test = [case for case in cases if case in of_test]
     mark = of_test[0].get_closest_marker("by_day")
     most = min(len(of_test), mark.args[0] if mark else len(of_test))
-    # All over the grid.
+    # Those left are spread over the grid.
     chosen.update(of_test[i * len(of_test) // most] for i in range(most))
   return chosen
 

@@ -2,8 +2,8 @@
 
 Each file of a target with several runs in a child, which has imported
 TensorFlow already: what it leaves in its process is seen by no other file. If
-the target has shards, each runs some of the files. By day, Python collects no
-cycles by itself: a file ends before they fill the memory.
+the target has shards, each runs some of the files. By day, Python's
+collector of garbage is off: a file ends before garbage fills the memory.
 """
 
 import gc
@@ -18,7 +18,7 @@ import cases
 
 
 def main():
-  gc.disable()  # Imports take a quarter longer with it.
+  gc.disable()  # With the collector, imports take a quarter longer.
   files, options, at_night = [], [], {}
   for arg in sys.argv[1:]:
     if arg.startswith("--at_night="):
@@ -39,7 +39,8 @@ def main():
   # The runfiles tree is read-only.
   options += ["-p", "no:cacheprovider", "--rootdir", os.getcwd(), "-q", "-rs"]
   if "--cases=day" in options:
-    options.append("-pno:unraisableexception")  # It collects at the end.
+    # This plugin collects garbage at the end.
+    options.append("-pno:unraisableexception")
   report = os.environ.get("XML_OUTPUT_FILE")
   if report:
     options.append(f"--junitxml={report}")
@@ -72,7 +73,7 @@ def main():
     if not child:
       status = run(file)
       sys.stdout.flush()
-      # To free all that is left may take a minute.
+      # Python may take a minute to free what is left.
       os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # Only a filter may leave a file without cases.

@@ -511,7 +511,6 @@ def test_a_swap_in_a_session_runs_as_many_ops_for_any_number(use_resource):
   assert ran(2) == ran(40)
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("use_resource", [False, True], ids=["ref", "resource"])
 def test_two_sessions_on_a_server_do_not_take_each_others_weights(use_resource):
   server = tf.distribute.Server.create_local_server()

@@ -188,7 +188,6 @@ def test_the_count_begins_with_the_averages():
   assert averages_after(opt, w, [-1] * 4) == [(4, 3), (5, 4), (6, 4), (7, 5.5)]
 
 
-@pytest.mark.by_day(1)
 @each_jit
 @keras_versions.needs("MultiOptimizer")
 def test_in_a_multi_optimizer(jit):

@@ -218,7 +218,6 @@ def test_the_state_of_an_iterator(tmp_path):
   assert got.w.numpy() == [2] and next(got.iterator).numpy() == 3
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["keras", "v1"])
 def test_object_based_checkpoints(tmp_path, kind):
   def make(seed):

@@ -350,7 +350,6 @@ def test_an_error_of_the_thread_ends_the_training(tmp_path):
         wrapopt.keras.Snapshots(tmp_path, 4))
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrapper", [
     wrapopt.keras.SWA, wrapopt.keras.Lookahead])
 def test_other_averages(wrapper, tmp_path):

@@ -319,7 +319,6 @@ def test_steps(inner, wrapper, mode, dtype):
   check_averages(trace, wrapper, dtypes, inner in UNFUSED and mode == "jit")
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("inner", ["Adam", "Nadam"])
 def test_one_op_for_the_whole_model(inner, wrapper):
@@ -638,7 +637,6 @@ def test_a_constraint_acts_once(inner, accumulated, mode):
   assert found == [*plain[:-1], slow / 2]
 
 
-@pytest.mark.by_day(1)
 @MODE
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 def test_averages_of_weights_that_keras_overwrites(inner, mode):

@@ -552,7 +552,6 @@ def test_a_record_of_another_thread():
 # 5. Policies and arguments.
 
 
-@pytest.mark.by_day(1)
 @MODE
 def test_policies(mode):
   called = []
@@ -967,7 +966,6 @@ def test_saved_and_restored(kind, way, tmp_path, no_warnings):
   assert counts(gate_of(other)) == (6, 4, 6)
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["weights", "checkpoint"])
 def test_to_a_gate_and_back(way, tmp_path, no_warnings):
   path = str(tmp_path / "run.weights.h5")

@@ -116,7 +116,6 @@ def test_fit():
   model.train_on_batch(x, x[:, :1])
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["one_pass", "swa_of_two_passes"])
 def test_replicas(name):
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -583,7 +582,6 @@ def test_nobody_reads_an_average_of_v1(name, is_dense, tmp_path):
   assert_same_bits([saved.get_tensor("w/.ATTRIBUTES/VARIABLE_VALUE")], [want])
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["ref", "resource"])
 @pytest.mark.parametrize("name", ["average", "sparse", "z"])
 def test_a_session_reads_no_average(name, kind, tmp_path):

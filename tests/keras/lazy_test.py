@@ -103,7 +103,6 @@ def test_duplicates_are_summed_on_request(name):
     wk.SWA("adam", sum_duplicates="yes")
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_lazy_adam_in_replicas(wrapped, replicas):

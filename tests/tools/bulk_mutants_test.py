@@ -95,7 +95,7 @@ def test_mutants_that_change_nothing():
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-  # tools/pytest_main.py has imported another one.
+  # tools/pytest_main.py has imported the real package.
   for name in [x for x in sys.modules if x.split(".")[0] == "wrapopt"]:
     monkeypatch.delitem(sys.modules, name)
   for name, text in {"wrapopt/__init__.py": "", "wrapopt/a.py": SOURCE,

@@ -95,7 +95,7 @@ def test_only_the_night_may_have_no_case(cases, tmp_path):
 @pytest.mark.by_day(0)
 def test_files_of_a_target(cases, tmp_path):
   """Each has a process of its own, which has imported TensorFlow."""
-  # They stand for them, and take no time.
+  # Empty modules, whose import takes no time.
   (tmp_path / "wrapopt").mkdir()
   for module in "tensorflow", "wrapopt/__init__", "wrapopt/keras":
     (tmp_path / f"{module}.py").touch()

@@ -86,7 +86,6 @@ def test_gradients_record_a_step_that_is_found_by_its_name():
   assert steps((train, v, None), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
 
 
-@pytest.mark.by_day(1)
 def test_a_hook_finds_a_step_by_its_name(tmp_path):
   step = tf1.get_variable("global_step", initializer=0, trainable=False)
   v = tf1.get_variable("v", initializer=0.0)

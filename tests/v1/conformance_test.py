@@ -377,7 +377,6 @@ def test_save_and_restore(wrapper, inner, fused, other, tmp_path):
     assert_same_bits(two.state(), one.state())
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrapper", FOR_GRAPHS)

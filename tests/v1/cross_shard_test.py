@@ -157,7 +157,6 @@ def graph_def(kind, make, context=contextlib.nullcontext):
     return [str(node) for node in graph.as_graph_def().node]
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("groups", [None, [[0]]])
 @pytest.mark.parametrize("context", [
     contextlib.nullcontext, lambda: tpu_function.tpu_shard_context(1)],
@@ -588,7 +587,6 @@ def test_what_is_summed_already_is_left_in_replicas(strategy):
     assert copies(strategy, w) == [-0.5, -1, -1.5, -2]
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("groups", [None, PAIRS], ids=str)
 def test_replicas_in_a_session(groups):
   with tf.Graph().as_default():

@@ -127,7 +127,6 @@ def same(got, want):
                    [want[name] for name in sorted(want)])
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [tf.int32, tf.int64], ids=lambda d: d.name)
 def test_a_trajectory(place, dtype):
   model = Model(place, lambda m: Drop(v1.GradientDescentOptimizer(0.5), 1),
@@ -627,7 +626,6 @@ each_inside = pytest.mark.parametrize("inside", [
     in_a_branch, in_a_loop, in_a_branch_of_a_loop])
 
 
-@pytest.mark.by_day(1)
 @each_inside
 @in_branches
 def test_applied_inside_of_what_it_was_computed_outside(graph, inside):
@@ -665,7 +663,6 @@ def test_recorded_inside(graph, inside):
     assert session.run([w, step]) == [6, 1]
 
 
-@pytest.mark.by_day(1)
 @in_branches
 def test_inside_of_a_loss_scale_optimizer(graph):
   w, step = tf1.Variable(8.0, name="w"), make_step()
@@ -823,7 +820,6 @@ def test_a_worker_counts_from_its_start(graph):
     assert found.dropped_histogram[-1] == 1
 
 
-@pytest.mark.by_day(1)
 def test_checkpoints_of_a_saver(graph, tmp_path):
   model = Model(graph, lambda m: Drop(INNER["adam"](), 0))
   saver = tf1.train.Saver()

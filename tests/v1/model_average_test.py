@@ -335,7 +335,6 @@ def test_no_clock_that_others_set_ends_a_round():
   assert "Timestamp" not in types
 
 
-@pytest.mark.by_day(0)
 def test_two_steps_of_a_worker_at_once_are_refused(target):
   """Both would be the same step of a round, and the round would be missed."""
   worker = Worker(scope="at_once")

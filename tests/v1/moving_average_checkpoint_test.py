@@ -400,7 +400,6 @@ INNER = {
 }
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", ["plain", "swapped"])
 @pytest.mark.parametrize("inner", INNER)
 def test_a_checkpoint_of_1_15(tmp_path, inner, layout):
@@ -822,7 +821,6 @@ def slow_exchange(monkeypatch):
   return begun
 
 
-@pytest.mark.by_day(1)
 def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
   p = place(*ONE)
   refused = threading.Event()
@@ -846,7 +844,6 @@ def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
   assert enter() == [3, 4]
 
 
-@pytest.mark.by_day(1)
 def test_averages_are_not_seeded_while_they_are_put_in_place(
     place, slow_exchange):
   p, asked = place(*ONE), threading.Event()

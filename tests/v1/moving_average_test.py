@@ -244,7 +244,6 @@ def test_the_inner_optimizer_is_not_changed():
 # Decays that are read in each step.
 
 
-@pytest.mark.by_day(1)
 @both_paths
 # A callable is called after the step, so that there are two passes.
 @pytest.mark.parametrize("num_updates", [1000, lambda: 1000])
@@ -528,7 +527,6 @@ def test_control_dependencies_around_a_step_stay_out_of_the_averages(
       pass
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("v2", [False, True])
 def test_random_initial_values_are_those_of_the_variables(kind, v2):
   with control_flow(v2):

@@ -52,7 +52,6 @@ def lose(session):
   return raw
 
 
-@pytest.mark.by_day(1)
 def test_without_a_loss(model, tmp_path):
   with monitored(tmp_path) as session:
     raw = _sessions.raw(session)
@@ -65,7 +64,6 @@ def test_without_a_loss(model, tmp_path):
     assert _sessions.raw(session) is raw
 
 
-@pytest.mark.by_day(1)
 def test_a_call_is_made_again_in_the_new_session(model, tmp_path):
   with monitored(tmp_path) as session:
     session.run(model.train)
@@ -81,7 +79,6 @@ def test_a_call_is_made_again_in_the_new_session(model, tmp_path):
     assert _sessions.raw(session) is tried[1]
 
 
-@pytest.mark.by_day(1)
 def test_a_session_that_could_not_be_made_anew_at_first(model, tmp_path):
   fail = []
 
@@ -111,7 +108,6 @@ def test_other_errors_are_the_callers(model, tmp_path):
     assert _sessions.raw(session) is raw
 
 
-@pytest.mark.by_day(1)
 def test_averages_are_put_in_place_in_the_new_session(model, tmp_path):
   with monitored(tmp_path) as session:
     session.run(model.train)
@@ -122,7 +118,6 @@ def test_averages_are_put_in_place_in_the_new_session(model, tmp_path):
     assert_same_bits(session.run(model.state), raw)
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_session_that_is_lost_while_averages_are_in_place(
     model, inside, tmp_path):
@@ -139,7 +134,6 @@ def test_a_session_that_is_lost_while_averages_are_in_place(
       assert_same_bits(session.run(model.state[:1]), raw[1:])
 
 
-@pytest.mark.by_day(1)
 def test_averages_are_seeded_in_the_new_session(model, tmp_path):
   with monitored(tmp_path) as session:
     session.run(model.train)

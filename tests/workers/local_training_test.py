@@ -524,7 +524,6 @@ def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
   assert got.stdout.split() == ["0", "True", "0", "0", "1"], got.stderr
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_server_lacks_is_told_rather_than_a_lost_one(
     late, monkeypatch, server):
@@ -1029,7 +1028,6 @@ def test_progress_and_scalars(tmp_path, capsys, server):
   assert [at for at, _ in seen["rounds/seconds"]] == [1, 2]
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_worker_that_has_missed_the_center_takes_it(
     traced, monkeypatch, server):
