@@ -620,8 +620,11 @@ def test_a_session_with_control_flow(how):
     return tf.cond(tf.constant(True), lambda: body(0), lambda: 0)
 
   with control_flow(v2=False):
-    v, average, step, types_ = in_a_session(wrap)
-    assert "Wrapopt>BundleByName" in types_
+    v, average, step, _ = in_a_session(wrap)
+    [bundle] = [op for op in v.graph.get_operations()
+                if op.type == "Wrapopt>BundleByName"]
+    # It is made once, and not in each turn of a loop.
+    assert bundle._get_control_flow_context() is None
     with v1.Session(graph=v.graph) as session:
       session.run([x.initializer for x in v.graph.get_collection("variables")])
       session.run(step)

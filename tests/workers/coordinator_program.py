@@ -356,7 +356,10 @@ def _states_of_tries(strategy, coordinator, every):
   with strategy.scope():
     model = keras.Sequential([keras.Input([3]),
                               keras.layers.BatchNormalization()])
-    opt = wk.MovingAverage(K.SGD(1.0), 0.5, average_batch_norm=True,
+    inner = K.SGD(1.0)
+    inner.build(model.trainable_variables)
+    inner.iterations.assign(3)  # The averages begin later than the optimizer.
+    opt = wk.MovingAverage(inner, 0.5, average_batch_norm=True,
                            update_every=every)
     opt.build(model.trainable_variables)
     opt.set_model(model)

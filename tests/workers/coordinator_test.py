@@ -159,8 +159,11 @@ def held(graph):
   nodes = {node.name: node for node in graph.node}
   task = {name: re.search("job:(.*?)/replica:0/task:(.)", node.device).groups()
           for name, node in nodes.items()}
-  needs = {name: {x.lstrip("^").split(":")[0] for x in node.input}
-           for name, node in nodes.items()}
+  # TensorFlow sends a tensor and the end of its op in two messages.
+  messages = {name: {x.removesuffix(":0") for x in node.input}
+              for name, node in nodes.items()}
+  needs = {name: {x.lstrip("^").split(":")[0] for x in inputs}
+           for name, inputs in messages.items()}
 
   @functools.cache
   def ancestors(name):
@@ -174,14 +177,15 @@ def held(graph):
   [lock] = [name for name in nodes if nodes[name].op == "Wrapopt>LockSteps"]
   [release] = [name for name in nodes
                if nodes[name].op == "Wrapopt>UnlockSteps"]
-  came = {(x, task[name]) for name in ancestors(lock) for x in needs[name]}
+  came = {(x, task[name]) for name in ancestors(lock) for x in messages[name]}
   after = [name for name in nodes if lock in ancestors(name) and
            release not in ancestors(name) - {name}]
   return {task[name] for name in after}, [
       f"{x} for {name}"
       for name in set().union(*map(ancestors, after)) - ancestors(lock)
-      for x in needs[name]
-      if task[x][0] == "worker" and (x, task[name]) not in came]
+      for x in messages[name]
+      if task[x.lstrip("^").split(":")[0]][0] == "worker" and
+      (x, task[name]) not in came]
 
 
 def test_an_op_of_a_locked_step_on_a_worker(found):
