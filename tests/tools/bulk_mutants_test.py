@@ -131,6 +131,9 @@ def test_a_mutant_is_run_with_the_tests_that_reach_it(copy):
   assert names(7) == {"test_in_a_process"}
   assert names(10) == {"test_f", "test_g[1]", "test_g[2]"}
   assert names(1) == names(10) | names(7)
+  [of_file] = reached.files.values()
+  del of_file["reached"]["wrapopt/a.py"]["return 0"]
+  assert names(7) == names(1)
 
 
 @pytest.mark.by_day(1)

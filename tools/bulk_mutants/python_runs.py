@@ -238,15 +238,22 @@ class Reached:
         self.files[file] = json.loads(known.read_text())
 
   def by(self, mutant, source):
-    """The tests that reach a mutant: {file of tests: {test: its seconds}}."""
-    texts = _reaching(source, mutant.line)
-    found = {}
-    for file, known in self.files.items():
-      reached = known["reached"].get(mutant.file, {})
-      numbers = {i for text in texts or reached for i in reached.get(text, ())}
-      if numbers:
-        found[file] = dict(known["tests"][i] for i in numbers)
-    return found
+    """The tests that reach a mutant: {file of tests: {test: its seconds}}.
+
+    If no test is known to reach its line, they are those that reach its file:
+    `coverage` does not see what threads of TensorFlow run.
+    """
+
+    def of(texts):
+      found = {}
+      for file, known in self.files.items():
+        reached = known["reached"].get(mutant.file, {})
+        if numbers := {i for text in reached if texts is None or text in texts
+                       for i in reached[text]}:
+          found[file] = dict(known["tests"][i] for i in numbers)
+      return found
+
+    return of(_reaching(source, mutant.line)) or of(None)
 
 
 def _reaching(source, line):
