@@ -356,10 +356,6 @@ class LazyAverage(trackable.Trackable):
     return self._rows_handle.graph
 
   @property
-  def _shared_name(self):
-    return self._name
-
-  @property
   def _in_graph_mode(self):
     return self._element is not None
 
