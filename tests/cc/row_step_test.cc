@@ -180,6 +180,8 @@ void RunLazy(const Threads& threads, int64_t rows, int64_t row, int64_t count,
       LazyAverage read = average;
       read.rate = read.log_decay = 0;
       read.MoveRows(threads, sorted, /*is_step=*/false);
+      read.value = nullptr;
+      EXPECT_TRUE(read.IsValueReplaced());
     }
   }
   average.CatchUpAll(threads);
