@@ -519,10 +519,12 @@ def test_some_variables_hold_x_in_a_session(kind, is_late, tmp_path):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("one_pass", [True, False])
-@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit", "mirrored"])
 def test_some_variables_hold_x_in_keras(mode, one_pass, tmp_path):
   """Steps on some variables after all were set to x, as by `fit`."""
   model = Several()
+  strategy = (mirrored() if mode == "mirrored" else
+              tf.distribute.get_strategy())
 
   def make():
     v = {name: keras.Variable(x, dtype="float64")
@@ -532,17 +534,19 @@ def test_some_variables_hold_x_in_keras(mode, one_pass, tmp_path):
     opt = wrapopt.keras.PrimalAverage(cls(model.RATE), model.SHARE, model.DECAY)
     opt.build(list(v.values()))
     assert opt.fused == one_pass
+    part = tf.ones([2], tf.float64) / strategy.num_replicas_in_sync
 
     def apply(some):
       # A variable without a gradient is left out, or has None.
-      opt.apply([tf.ones([2], tf.float64) if name in some else None
-                 for name in v], list(v.values()))
+      strategy.run(lambda: opt.apply([tf.identity(part) if name in some else
+                                      None for name in v], list(v.values())))
 
     steps = {some: apply if mode == "eager" else tf.function(
         apply, jit_compile=mode == "jit") for some in ("a", "bc", "abc")}
     return v, opt, steps
 
-  v, opt, steps = make()
+  with strategy.scope():
+    v, opt, steps = make()
 
   def step(*of):
     for some in of:
@@ -551,7 +555,10 @@ def test_some_variables_hold_x_in_keras(mode, one_pass, tmp_path):
       check()
 
   def check():
-    model.check(lambda name: (opt.average(v[name]), v[name], opt.z(v[name])))
+    for i in range(strategy.num_replicas_in_sync):
+      model.check(lambda name: (opt.average(v[name]), *(  # pylint: disable=cell-var-from-loop
+          strategy.experimental_local_results(x.value)[i]
+          for x in (v[name], opt.z(v[name])))))
 
   step("abc", "a", "bc")
   for _ in range(2):  # The functions are traced once.
@@ -566,7 +573,8 @@ def test_some_variables_hold_x_in_keras(mode, one_pass, tmp_path):
   step("abc")
   for another in (False, True):
     if another:
-      v, opt, steps = make()
+      with strategy.scope():
+        v, opt, steps = make()
     tf.train.Checkpoint(opt=opt, **v).restore(path)
     model.points = dict(before)
     check()
