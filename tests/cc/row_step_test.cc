@@ -202,7 +202,7 @@ TEST(LazyAverage, IsThatOfAllSteps) {
       RunLazy(none, rows, row, /*count=*/0, /*steps=*/2, 0.9, &random);
     }
   }
-  RunLazy(pool, 2000, 64, /*count=*/900, /*steps=*/10, 0.99, &random);
+  RunLazy(pool, 4000, 64, /*count=*/900, /*steps=*/10, 0.99, &random);
   // The sums over all steps are rebased after 250 steps.
   RunLazy(none, 30, 4, /*count=*/3, /*steps=*/600, 0, &random);
   RunLazy(pool, 30, 4, /*count=*/3, /*steps=*/600, 1e-17, &random);

@@ -165,8 +165,5 @@ def updates(operations):
   for op in operations:
     if op.type not in _READS:
       by_device.setdefault(op.device, []).append(op)
-  joined = []
-  for device, members in by_device.items():
-    with tf.device(None), tf.device(device or None):
-      joined.append(tf.group(*members))
-  return joined
+  with tf.device(None):
+    return [tf.group(*members) for members in by_device.values()]
