@@ -25,7 +25,6 @@ from inner_optimizers import (
     variables_of)
 import keras_versions
 import numerics
-from replicas import mirrored as strategy
 from training import in_mode, native_ops, stepping
 import wrapopt
 import wrapopt.keras as wk
@@ -75,27 +74,14 @@ WRAPPERS = {
 }
 
 
-def averages_of(opt, variables, read=arrays.values):
+def averages_of(opt, variables):
   """Its rows of averages: lists of arrays. An optimizer of Keras has none."""
   rows = opt._store.rows if isinstance(opt, _wrapper.WrapperOptimizer) else []
-  return [read(row[opt._var_key(v)] for v in variables) for row in rows]
+  return [arrays.values(row[opt._var_key(v)] for v in variables)
+          for row in rows]
 
 
 Trace = collections.namedtuple("Trace", "names values averages function opt")
-
-
-def take_steps(step, variables, record, sync=None):
-  """Takes steps by a function of their number; records before and after each.
-
-  `sync` is called with the variables' values after each step, and gives others.
-  """
-  record()
-  for t in range(STEPS):
-    step(t)
-    if sync:
-      for v, x in zip(variables, sync(t, arrays.values(variables))):
-        v.assign(x)
-    record()
 
 
 def train(make, mode, dtypes, sync=None, sparse=True, names=NAMES):
@@ -105,7 +91,8 @@ def train(make, mode, dtypes, sync=None, sparse=True, names=NAMES):
     make: A function that makes the optimizer.
     mode: "eager", "function" or "jit".
     dtypes: Of variables and of gradients.
-    sync: As of `take_steps`.
+    sync: None, or a function of a step's number and the variables' values after
+      it, which gives others.
     sparse: Whether the table has sparse gradients.
     names: Of the variables.
   """
@@ -117,8 +104,13 @@ def train(make, mode, dtypes, sync=None, sparse=True, names=NAMES):
     values.append(arrays.values(variables))
     averages.append(averages_of(opt, variables))
 
-  take_steps(lambda t: function(*tensors(t, dtypes[1], sparse, names)),
-             variables, record, sync)
+  record()
+  for t in range(STEPS):
+    function(*tensors(t, dtypes[1], sparse, names))
+    if sync:
+      for v, x in zip(variables, sync(t, arrays.values(variables))):
+        v.assign(x)
+    record()
   if mode != "eager":
     assert function.experimental_get_tracing_count() == 1
   return Trace(names, values, averages, function, opt)
@@ -417,61 +409,6 @@ def test_what_a_step_captures(name, slots, averages, jit):
   found = step.get_concrete_function(*[tf.ones(3)] * n).captured_inputs
   # XLA must see each variable. Else there is one tensor of all their handles.
   assert len(found) <= (n * (1 + slots + averages) if jit else 1) + 4
-
-
-def mirrored(make, function, sync=None):
-  """As `train`, for each replica, whose gradients sum up to those there."""
-  dtype = numerics.FLOAT
-  with strategy().scope():
-    variables = variables_of(dtype)
-    opt = make()
-    opt.build(variables)
-
-  def step(grads):
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    share = tf.where(replica == 0, 0.25, 0.75)
-    opt.apply([g if g is None else g * share for g in grads], variables)
-
-  run = lambda grads: strategy().run(step, args=(grads,))
-  if function:
-    run = tf.function(run)
-  replicas = [Trace(NAMES, [], [], run, opt) for _ in range(2)]
-
-  def record():
-    for i, replica in enumerate(replicas):
-      read = lambda found: [
-          strategy().experimental_local_results(v.value)[i].numpy()
-          for v in found]
-      replica.values.append(read(variables))
-      replica.averages.append(averages_of(opt, variables, read))
-
-  take_steps(lambda t: run(tensors(t, dtype, sparse=False)), variables, record,
-             sync)
-  return replicas
-
-
-@pytest.mark.by_day(0)
-@pytest.mark.parametrize("inner, wrapper, function", [
-    *((inner, list(WRAPPERS)[i % 3], False)
-      for i, inner in enumerate(x for x in INNER if x not in NO_JIT)),
-    *(("Adam", wrapper, True) for wrapper in WRAPPERS)])
-def test_mirrored(inner, wrapper, function):
-  dtypes = DTYPES["float32"]
-  lookahead = wrapper == "Lookahead"
-  replicas = mirrored(lambda: WRAPPERS[wrapper](INNER[inner]()), function)
-  for replica in replicas:
-    check_averages(replica, wrapper, dtypes)
-  arrays.assert_same_bits(*([r.values, r.averages] for r in replicas))
-  stock = mirrored(INNER[inner], function,
-                   slow_weights() if lookahead else None)
-  if lookahead:
-    arrays.assert_all(numerics.assert_close, replicas[0].values,
-                      stock[0].values, tolerance(numerics.FLOAT))
-  else:
-    arrays.assert_same_bits(replicas[0].values, stock[0].values)
-  for name, start, end in zip(NAMES, replicas[0].values[0],
-                              replicas[0].values[-1]):
-    assert (start != end).any() == (name not in ("empty", "unused"))
 
 
 MODE = pytest.mark.parametrize("mode", MODES)

@@ -1,6 +1,7 @@
 """Keras optimizers' averages in `tf.distribute` strategies.
 
-Replicas are two CPUs, two worker processes, or workers of parameter servers.
+Replicas are two CPUs or two worker processes. workers/coordinator_test.py has
+parameter servers.
 """
 
 import contextlib
@@ -282,51 +283,6 @@ def fit(model, *callbacks):
             shuffle=False, callbacks=list(callbacks))
 
 
-class Weights(keras.callbacks.Callback):
-  """The weights before the first step, and after each."""
-
-  def on_train_begin(self, logs=None):
-    self.seen = [self.model.get_weights()]
-
-  def on_train_batch_end(self, batch, logs=None):
-    self.seen.append(self.model.get_weights())
-
-
-INNER = {
-    # One op takes the step, were there no strategy.
-    "Adam": lambda: optimizers.Adam(0.01),
-    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
-    # None does.
-    "Nadam": lambda: optimizers.Nadam(0.01),
-}
-
-
-@pytest.mark.by_day(0)
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("wrapper", ["MovingAverage", "SWA"])
-def test_fit_gives_the_numbers_of_one_process(wrapper, inner):
-  wrap, numbers = WRAPPERS[wrapper]
-  bare = compiled(lambda opt: opt, INNER[inner])
-  weights = Weights()
-  fit(bare, weights)
-  model = compiled(wrap, INNER[inner], mirrored())
-  last = Weights()
-  fit(model, last)
-  steps = 2 * ROWS // BATCH
-  assert the_one(model.optimizer.iterations) == steps == len(weights.seen) - 1
-  for i, variable in enumerate(model.trainable_variables):
-    values = np.array([row[i] for row in weights.seen], np.float64)
-    _, want = numbers(values[0], np.diff(values, axis=0))
-    # Sums of a batch's halves round otherwise than those of the batch; a step
-    # of Adam is 0.01, also where the gradient is of the order of its rounding.
-    average = the_one(model.optimizer.average(variable))
-    np.testing.assert_allclose(last.seen[-1][i], values[-1], rtol=0, atol=2e-5)
-    np.testing.assert_allclose(average, want["average"], rtol=0, atol=2e-5)
-    # Keras finalizes them.
-    np.testing.assert_array_equal(the_one(variable), average)
-  assert not np.allclose(average, values[-1], rtol=0, atol=1e-3)
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", [
     lambda: optimizers.SGD(0.5), lambda: optimizers.Lion(0.5)],
@@ -424,11 +380,12 @@ def test_a_skipped_step_moves_no_average():
 @pytest.mark.by_day(0)
 def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
   wrap, _ = WRAPPERS["MovingAverage of Lookahead"]
-  model = compiled(wrap, INNER["Nadam"], mirrored())
+  nadam = lambda: optimizers.Nadam(0.01)
+  model = compiled(wrap, nadam, mirrored())
   fit(model)
   path = tf.train.Checkpoint(model=model, opt=model.optimizer).save(
       str(tmp_path / "checkpoint"))
-  restored = compiled(wrap, INNER["Nadam"])
+  restored = compiled(wrap, nadam)
   restored.optimizer.build(restored.trainable_variables)
   tf.train.Checkpoint(model=restored, opt=restored.optimizer).restore(
       path).assert_consumed()
@@ -526,101 +483,6 @@ def test_worker_processes():
   for both in found.values():
     assert both == want
   assert sorted(found) == [0, 1]
-
-
-# A script, since TensorFlow ends a process that has lost its cluster.
-PARAMETER_SERVERS = """
-import json
-import os
-
-import keras
-import numpy as np
-import tensorflow as tf
-import wrapopt.keras
-from wrapopt.examples import _cluster
-
-def main():
-  with _cluster.Cluster([], ps=2, worker=2) as cluster:
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc")
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    for name, wrap in {
-        "bare": lambda opt: opt,
-        "ema": lambda opt: wrapopt.keras.MovingAverage(opt, 0.5),
-        "swa": lambda opt: wrapopt.keras.SWA(opt, 0, 2),
-        "lookahead": lambda opt: wrapopt.keras.Lookahead(opt, 2)}.items():
-      with strategy.scope():
-        w = keras.Variable([16.0], name="w")
-        table = keras.Variable(tf.fill([3, 1], 16.0), name="table")
-        opt = wrap(keras.optimizers.SGD(0.5))
-        opt.build([w, table])
-      assert len({v.value.device for v in (w, table)}) == 2
-
-      @tf.function
-      def step():
-        def replica():
-          opt.apply([tf.constant([3.0]), tf.IndexedSlices(
-              tf.constant([[3.0]]), tf.constant([1]), tf.constant([3, 1]))],
-                    [w, table])
-        strategy.run(replica)
-
-      for _ in range(3):
-        coordinator.schedule(step)
-        coordinator.join()  # Or else steps run at once.
-      averages = []
-      if name != "bare":
-        average = opt.slow_weights if name == "lookahead" else opt.average
-        averages = [average(w), average(table)]
-      values = lambda: [w.numpy().tolist(), table.numpy().ravel().tolist()]
-      found = {"values": values(), "averages": [
-          v.numpy().ravel().tolist() for v in averages]}
-      for v, s in zip((w, table), averages):
-        assert v.value.device == s.value.device, (v.value.device,
-                                                  s.value.device)
-      if hasattr(opt, "averaged_weights"):
-        with opt.averaged_weights():
-          found["in place"] = values()
-        found["back"] = values()
-      # At once: none of them fails, and averages are between start and end.
-      for _ in range(20):
-        coordinator.schedule(step)
-      coordinator.join()
-      found["later"] = [values(), [
-          v.numpy().ravel().tolist() for v in averages]]
-      os.write(1, f"{json.dumps([name, found])}\\n".encode())
-
-if __name__ == "__main__":
-  main()
-  os._exit(0)
-"""
-
-
-def test_parameter_servers(tmp_path):
-  # The cluster's processes import it.
-  path = tmp_path / "parameter_servers.py"
-  path.write_text(PARAMETER_SERVERS)
-  found = dict(run(str(path)))
-  steps = [np.array(-1.5)] * 3
-  formulas = {"bare": lambda start, steps: (start + sum(steps), {}),
-              "ema": ema(0.5), "swa": swa, "lookahead": lookahead}
-  assert sorted(found) == sorted(formulas)
-  for name, numbers in formulas.items():
-    w, averages = numbers(np.array(16.0), steps)
-    values = lambda x: [[x], [16.0, x, 16.0]]
-    got = found[name]
-    assert got["values"] == values(w)
-    want = [values(x) for x in averages.values()]
-    assert got["averages"] == [x for row in want for x in row]
-    if "in place" in got:
-      assert got["in place"] == want[0]
-      assert got["back"] == got["values"]
-    # Of steps at once.
-    later, later_averages = got["later"]
-    for (end, average), first in zip(
-        zip(sum(later, []), sum(later_averages, [])),
-        sum(sum(want, []), [])):
-      assert end <= average <= first
 
 
 class Halving(keras.optimizers.SGD):

@@ -72,10 +72,11 @@ def shared(strategy, make, name):
 
 
 class Scales(keras.constraints.Constraint):
-  """Multiplies weights by a tensor that a worker has computed."""
+  """Multiplies weights by a tensor of a worker, after an op of the worker."""
 
   def __call__(self, w):
-    return w * self.factor
+    with tf.control_dependencies([self.after]):
+      return w * self.factor
 
 
 def take(made, opt, count):
@@ -85,6 +86,7 @@ def take(made, opt, count):
     gradients = [1 + 0 * v.value.read_value() for v in made]
   if getattr(made[0], "constraint", None):
     made[0].constraint.factor = gradients[1][0]
+    made[0].constraint.after = tf.random.uniform([])  # No optimizer drops it.
   if hasattr(opt, "apply"):
     opt.apply(gradients, made)
   else:
@@ -677,6 +679,45 @@ def embeddings(strategy, coordinator):
         "averages": [tf.convert_to_tensor(opt.average(v)).numpy().tolist()
                      for v in shards]}
   yield "v1", averages
+
+
+# 7. Averages on servers.
+
+
+def averages(strategy, coordinator):
+  """Of steps that wait for each other, and of steps that do not."""
+  for name, wrap in {
+      "Keras": lambda opt: opt,
+      "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),
+      "SWA": lambda opt: wk.SWA(opt, 0, 2),
+      "Lookahead": lambda opt: wk.Lookahead(opt, 2)}.items():
+    made, opt = variables(strategy, lambda: wrap(K.SGD(0.5)),
+                          [np.full([1], 16.0), np.full([3, 1], 16.0)])
+    found = {"states": []}
+
+    def replica():
+      opt.apply([tf.constant([3.0], tf.float64), tf.IndexedSlices(
+          tf.constant([[3.0]], tf.float64), *map(tf.constant, ([1], [3, 1])))],
+                made)
+
+    step = tf.function(lambda: strategy.run(replica))
+
+    def see():
+      found["states"].append([np.ravel(v).tolist() for v in (*made, *kept)])
+
+    for _ in range(3):
+      schedule(coordinator, step, 1)
+    average = getattr(opt, "slow_weights", getattr(opt, "average", None))
+    kept = [average(v) for v in made] if average else []
+    see()
+    if hasattr(opt, "averaged_weights"):
+      with opt.averaged_weights():
+        found["in place"] = [np.ravel(v).tolist() for v in made]
+      see()
+    found["devices"] = [[v.value.device for v in of] for of in (made, kept)]
+    schedule(coordinator, step, 20)
+    see()
+    yield name, found
 
 
 def main():

@@ -42,7 +42,7 @@ def run_program(*names):
 @pytest.fixture(scope="module", name="found")
 def _found():
   return run_program("races", "locked", "on_a_worker", "traffic",
-                     "second_tries", "refused", "embeddings")
+                     "second_tries", "refused", "embeddings", "averages")
 
 
 def test_each_step_is_counted_and_has_a_number_of_its_own():
@@ -258,6 +258,24 @@ def test_a_table_and_an_optimizer_of_version_1(found):
   got = found["embeddings"]["v1"]
   assert got["there"]["is lazy"] == [True, True]
   assert got["there"] == got["here"]
+
+
+@pytest.mark.parametrize("name, w, average", [
+    # From 16, in steps of -1.5.
+    ("Keras", 11.5, None), ("MovingAverage", 11.5, 12.8125),
+    ("SWA", 11.5, (14.5 + 11.5) / 2), ("Lookahead", 13, 14.5)])
+def test_averages_on_servers(name, w, average, found):
+  got = found["averages"][name]
+  rows = lambda x: [] if x is None else [[x], [16, x, 16]]
+  first, *back, (end, *later) = got["states"]
+  assert first == rows(w) + rows(average)
+  if back:
+    assert back == [first] and got["in place"] == rows(average)
+  ours, kept = got["devices"]
+  assert len(set(ours)) == 2 and kept in ([], ours)
+  # Averages of steps at once are between the start and the end.
+  for [x], [was] in zip(later[1::2], first[2::2]):
+    assert end[0] <= x <= was
 
 
 def test_steps_of_optimizers_of_version_1():
