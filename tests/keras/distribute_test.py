@@ -352,32 +352,6 @@ def test_averages_in_place_of_weights(dtype):
 
 
 @pytest.mark.by_day(0)
-def test_a_skipped_step_moves_no_average():
-  strategy = mirrored()
-  with strategy.scope():
-    w = keras.Variable([1.0], name="w")
-    opt = optimizers.LossScaleOptimizer(
-        wrapopt.keras.MovingAverage(optimizers.SGD(0.5), 0.5),
-        initial_scale=4.0)
-    opt.build([w])
-
-  @tf.function
-  def step(infinite):
-    def replica():
-      opt.apply([tf.where(infinite, [np.inf], [4.0])], [w])
-    strategy.run(replica)
-
-  average = opt.inner_optimizer.average(w)
-  seen = []
-  for infinite in (False, True, False):
-    step(tf.constant(infinite))
-    seen.append((float(the_one(w)[0]), float(the_one(average)[0])))
-  # The gradients are divided by the scale of the loss: first 4, then 2.
-  assert seen == [(0, 0.5), (0, 0.5), (-2, -0.75)]
-  assert the_one(opt.inner_optimizer.iterations) == 2
-
-
-@pytest.mark.by_day(0)
 def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
   wrap, _ = WRAPPERS["MovingAverage of Lookahead"]
   nadam = lambda: optimizers.Nadam(0.01)

@@ -126,10 +126,6 @@ LOCKED = {
     "of version 1, Schedule-Free": lambda: wrapopt.ScheduleFreeOptimizer(
         tf1.train.GradientDescentOptimizer(1.0))}
 
-# Those whose locked steps are tested at night.
-LATE = {"SWA", "PrimalAverage", "of version 1, gated, GapAware",
-        "of version 1, without an op", "of version 1, Schedule-Free"}
-
 
 # 1. Counts, and the numbers of the steps.
 
@@ -289,11 +285,9 @@ def sent(graph):
               if "Apply" in op.type or op.type.startswith("Assign"))}
 
 
-def locked(strategy, coordinator, late=False):
+def locked(strategy, coordinator):
   """The names of functions whose graphs TensorFlow dumps."""
   for name, make in LOCKED.items():
-    if (name in LATE) != late:
-      continue
     made, opt, count = shared(strategy, make, name)
 
     @tf.function
@@ -303,10 +297,6 @@ def locked(strategy, coordinator, late=False):
     schedule(coordinator, locked_step, 1)
     with strategy.scope():
       yield name, locked_step.get_concrete_function().name.decode()
-
-
-def locked_late(strategy, coordinator):
-  return locked(strategy, coordinator, late=True)
 
 
 def on_a_worker(strategy, coordinator):

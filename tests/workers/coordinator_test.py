@@ -193,22 +193,12 @@ def test_an_op_of_a_locked_step_on_a_worker(found):
                    "'/job:worker", found["on_a_worker"]["error"])
 
 
-def check_locked(cases, graphs):
-  for name, function in cases.items():
-    assert held(graphs[function]) == ({("ps", "0"), ("ps", "1")}, []), name
-
-
 def test_a_step_with_a_lock_needs_no_worker(found):
   """Once it has the lock, and whatever the worker does."""
-  assert len(found["locked"]) == 8
-  check_locked(found["locked"], found["graphs"])
-
-
-@pytest.mark.by_day(0)
-def test_a_step_with_a_lock_of_other_optimizers_needs_no_worker():
-  found = run_program("locked_late")
-  assert len(found["locked_late"]) == 5
-  check_locked(found["locked_late"], found["graphs"])
+  assert len(found["locked"]) == 13
+  for name, function in found["locked"].items():
+    assert held(found["graphs"][function]) == (
+        {("ps", "0"), ("ps", "1")}, []), name
 
 
 def test_a_second_try_changes_nothing(found):
