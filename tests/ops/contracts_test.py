@@ -11,6 +11,7 @@ from arrays import assert_same_bits
 import modes
 from modes import called, handles, put_into_copy_on_read_mode, refused, tf1
 from modes import mode  # pylint: disable=unused-import
+from wrapopt import ops
 from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
@@ -90,6 +91,12 @@ def test_a_function_holds_one_op(op):
   types = [x.type for x in
            function.get_concrete_function().graph.get_operations()]
   assert types.count(f"Wrapopt>{op.name}") == 1
+
+
+@pytest.mark.parametrize("name", sorted(
+    {*ops.__all__} - {"StalenessVerdict"}))
+def test_autograph_leaves_it_as_it_is(name):
+  assert hasattr(getattr(ops, name), "autograph_info__")
 
 
 @pytest.mark.cpu("names its devices")
