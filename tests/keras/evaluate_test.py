@@ -96,19 +96,6 @@ def test_evaluate_and_predict_use_averages_and_leave_the_weights(mode):
   assert_same(averages(model), average)
 
 
-@pytest.mark.by_day(0)
-def test_validation_in_fit_uses_averages():
-  seen = []
-  model = make()
-  validated(model, E(), at_epoch_end(lambda logs: seen.append(
-      (logs["val_loss"], averages(model), values(model.weights)))), epochs=3)
-  for val_loss, average, raw in seen:
-    np.testing.assert_allclose(val_loss, loss_of(average), rtol=1e-5)
-    assert abs(val_loss - loss_of(raw)) > 1e-3
-  # fit ends with the averages in the weights.
-  assert_same(values(model.weights), seen[-1][1])
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["test", "predict"])
 @pytest.mark.parametrize("when", ["begin", "batch_begin", "batch_end", "end"])

@@ -880,7 +880,6 @@ def test_step_in_a_function_that_xla_compiles_is_an_error(server):
     tf.function(local.step, jit_compile=True)()
 
 
-@pytest.mark.by_day(2)
 @pytest.mark.parametrize("dtype", [None, "int4"])
 def test_checkpoints(tmp_path, servers, dtype):
   def train(local, w, rounds):
