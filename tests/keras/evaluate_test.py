@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 import warnings
 
 import keras
@@ -11,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from arrays import assert_close, assert_same, values
-from fit_callbacks import Fails, Stop, at_batch_end, at_epoch_end
+from fit_callbacks import Fails, Stop, at_epoch_end
 import keras_versions
 import wrapopt
 import wrapopt.keras as wk
@@ -200,23 +199,6 @@ def test_early_stopping_restores_the_best_averages(decays, decay):
   np.testing.assert_allclose(evaluate(model, E()), min(losses), rtol=1e-5)
   for decay in model.optimizer._averages.decays:
     assert_same(averages(model, decay), values(model.weights))
-
-
-@pytest.mark.by_day(0)
-def test_save_freq_saves_averages(tmp_path):
-  model = make()
-  x, y = data()
-  seen = []
-  watch = at_batch_end(lambda: seen.append(averages(model)))
-  model.fit(x, y, batch_size=16, verbose=0, callbacks=[
-      watch, E(callbacks.ModelCheckpoint(
-          str(tmp_path / "{batch}.weights.h5"), save_weights_only=True,
-          save_freq=2))])
-  assert sorted(os.listdir(tmp_path)) == ["2.weights.h5", "4.weights.h5"]
-  for number in 2, 4:
-    bare = make("sgd")
-    bare.load_weights(tmp_path / f"{number}.weights.h5")
-    assert_same(values(bare.weights), seen[number - 1])
 
 
 def test_backup_and_restore_resumes_raw_weights(tmp_path):
