@@ -240,7 +240,7 @@ def test_ctrl_c_ends_the_wait_for_an_exchange(traced):
     watcher = make([tf.Variable([1.0, 2.0])], servers.addresses, "other", 2,
                    wrapopt.LocalSGD)
     lead = watcher._exchanges.fragments[0].member._lead
-    wait_until(lambda: lead.state()[0].workers == ("alone",), "no values")
+    wait_until(lambda: lead.state(True)[0].workers == ("alone",), "no values")
     assert pipe.recv() == "waits"
     os.kill(worker.pid, signal.SIGINT)
     assert pipe.poll(60) and pipe.recv() == "KeyboardInterrupt"

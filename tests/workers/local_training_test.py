@@ -310,7 +310,7 @@ def test_rounds_go_on_without_workers_that_have_left(servers, how):
         if (name, local.round) == ("a", 4):  # Alone.
           back.set()
           lead = member(local)._lead
-          wait_until(lambda: lead.state()[0].left == ("c",), "b is not back")
+          wait_until(lambda: lead.state(True)[0].left == ("c",), "b is not back")
       if how == "leave":
         local.leave()
       else:
@@ -404,7 +404,7 @@ def test_a_worker_without_values_does_not_begin_the_grace(server):
   thread = threading.Thread(target=bad.step)
   thread.start()
   [lead] = member(good)._servers
-  while lead.state()[1].without_values != ("bad",):
+  while lead.state(True)[1].without_values != ("bad",):
     pass
   w.assign([np.float16(3)])
   good.step()
@@ -480,7 +480,7 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
     watcher = make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
                    servers.addresses, "other", 2)
     [lead] = member(watcher)._servers
-    while lead.state()[0].workers != ("alone",):
+    while lead.state(True)[0].workers != ("alone",):
       pass
     if stopped:
       servers[0].stop()
@@ -1085,7 +1085,7 @@ def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
     return stage(self, *args)
 
   def enter_and_note(self, *args):
-    alive.append(self.state()[1].texts[0].split()[5:])
+    alive.append(self.state(True)[1].texts[0].split()[5:])
     return enter(self, *args)
 
   monkeypatch.setattr(_server.Server, "stage", fail_once)
@@ -1105,7 +1105,7 @@ def test_an_error_is_not_searched_for_names_of_ops(server):
   w = tf.Variable(1.0)
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
   [server] = member(local)._servers
-  server.state()
+  server.state(True)
   text = "{{node " + "[[{{" * 100_000
 
   def fail(*_):

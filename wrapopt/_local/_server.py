@@ -305,7 +305,7 @@ class Server:
       self.close()
       raise
 
-  def state(self, has_taken=True):
+  def state(self, has_taken):
     """A State, and what the server knows.
 
     Args:
