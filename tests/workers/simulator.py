@@ -1168,7 +1168,7 @@ class World:
       if self._quiet_since is None and rng.random() < plan.not_finite:
         vectors = None
       weight = float(1 + index)
-      before, center = member.place, member.center
+      before = member.place
       oracle.mean_to_send(me, vectors, weight)
       report = self._try(me, lambda: trainer.sync(i, vectors, weight))
       if not report:
@@ -1180,10 +1180,6 @@ class World:
           for place, workers in oracle.members.items()
           if place[0] == before[0]):
         raise Violation(f"{me.name} is said to count in {before}")
-      # A DiLoCo may exchange in the background.
-      if me.name != plan.trains and member.place[0] <= before[0] and all(
-          map(np.array_equal, member.center, center)):
-        raise Violation(f"{me.name} ends the round of {before} before it ends")
       self._note_round(me, report)
 
   def _leave(self, me, trainer):
