@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 
 import arrays
-from fit_callbacks import at_epoch_end
 import keras_versions
 import numerics
 import interpolated_model
@@ -423,29 +422,6 @@ def freeze(model, is_frozen=True):
 def fit(model, epochs=1, **more):
   return model.fit(*data(), batch_size=16, shuffle=False, epochs=epochs,
                    verbose=0, **more)
-
-
-@pytest.mark.by_day(0)
-@EACH
-def test_fit_evaluates_and_ships_x(wrapper):
-  model = model_of(wrapper("adam"))
-  seen = []
-  see = at_epoch_end(
-      lambda logs: seen.append([logs["val_loss"], *model.get_weights()]))
-  fit(model, 3, validation_data=data(),
-      callbacks=[wk.EvaluateWithAverages([see])])
-  opt = model.optimizer
-  x = [opt.average(v).numpy() for v in model.trainable_variables]
-  arrays.assert_same(model.get_weights(), x)
-  # It has evaluated x in each epoch.
-  arrays.assert_same(seen[-1][1:], x)
-  np.testing.assert_allclose(seen[-1][0], model.evaluate(*data(), verbose=0),
-                             rtol=1e-6)
-  copied = opt.averaged_model(model)
-  arrays.assert_same(copied.get_weights(), x)
-  before = model.get_weights()
-  fit(model)
-  assert any((a != b).any() for a, b in zip(before, model.get_weights()))
 
 
 def test_early_stopping_restores_x():

@@ -301,6 +301,22 @@ def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
           session.run(list(slots_of(opt, w).values())))
 
 
+@pytest.mark.parametrize("kind", ["resource"], indirect=True)
+def test_a_gradient_of_rows_that_were_not_read(kind):  # pylint: disable=unused-argument
+  table = tf1.get_variable("table", initializer=np.ones([6, 2]))
+  step = v1.get_or_create_global_step()
+  opt = Drop(inner(0), 5, policy=POLICIES["gap"])
+  with opt.record_step():
+    rows = sum(tf.nn.embedding_lookup(table, [i]) for i in (1, 4))
+  train = opt.apply_gradients(
+      [(tf.IndexedSlices(rows, *map(tf.constant, ([3], [6, 2]))), table)], step)
+  with session_of() as session:
+    with pytest.raises(tf.errors.InvalidArgumentError,
+                       match="must hold only rows that were read before it"):
+      session.run(train)
+    assert session.run(table).tolist() == [[1, 1]] * 6
+
+
 @pytest.mark.parametrize("lookups", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_embedding_in_a_graph(kind, lookups, policy):
