@@ -310,7 +310,8 @@ def test_rounds_go_on_without_workers_that_have_left(servers, how):
         if (name, local.round) == ("a", 4):  # Alone.
           back.set()
           lead = member(local)._lead
-          wait_until(lambda: lead.state(True)[0].left == ("c",), "b is not back")
+          wait_until(lambda: lead.state(True)[0].left == ("c",),
+                     "b is not back")
       if how == "leave":
         local.leave()
       else:
