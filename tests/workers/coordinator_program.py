@@ -86,7 +86,7 @@ def take(made, opt, count):
     gradients = [1 + 0 * v.value.read_value() for v in made]
   if getattr(made[0], "constraint", None):
     made[0].constraint.factor = gradients[1][0]
-    made[0].constraint.after = tf.random.uniform([])  # No optimizer drops it.
+    made[0].constraint.after = tf.random.uniform([])  # It is not pruned.
   if hasattr(opt, "apply"):
     opt.apply(gradients, made)
   else:
@@ -671,7 +671,7 @@ def embeddings(strategy, coordinator):
   yield "v1", averages
 
 
-# 7. Averages on servers.
+# 8. Averages on servers.
 
 
 def averages(strategy, coordinator):

@@ -83,7 +83,7 @@ class Job:
       self._next = number  # The lead was restarted, and the job goes on.
     return (is_other,
             holds and number < 0 and
-            (self._coming or self._number) != number)
+            (self._coming or self._number) not in (0, number))
 
   def check(self, address, state):
     """Raises an error if another job has the servers."""
