@@ -93,8 +93,7 @@ def test_a_function_holds_one_op(op):
   assert types.count(f"Wrapopt>{op.name}") == 1
 
 
-@pytest.mark.parametrize("name", sorted(
-    {*ops.__all__} - {"StalenessVerdict"}))
+@pytest.mark.parametrize("name", [*filter(str.islower, ops.__all__)])
 def test_autograph_leaves_it_as_it_is(name):
   assert hasattr(getattr(ops, name), "autograph_info__")
 

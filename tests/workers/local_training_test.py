@@ -1,6 +1,7 @@
 """LocalSGD and DiLoCo: numbers, workers that stop, servers that are lost."""
 
 import collections
+from concurrent import futures
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _exchanges
+from wrapopt._local import _interrupts
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -493,6 +495,23 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
     assert (w, steps, round_) == ([1.0 + taken, 2.0 + taken], taken, 0)
 
 
+def test_ctrl_c_ends_all_calls_at_once():
+  ended, event = [], threading.Event()
+
+  def waits():
+    try:
+      _interrupts.run(event.wait, event.set)
+    except KeyboardInterrupt:
+      ended.append(True)
+      raise
+
+  call = _interrupts.Call(lambda: _interrupts.at_once([waits, waits]))
+  call.stop()  # As Ctrl-C.
+  with pytest.raises(KeyboardInterrupt):
+    call.result()
+  assert len(ended) == 2
+
+
 def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
   program = """if True:
       import os, signal, threading
@@ -761,7 +780,10 @@ def test_a_center_is_read_by_no_worker(servers):
   new = lambda name: make(
       wrapopt.DiLoCo, [weights], servers, name, 2, min_workers=1, sync_every=1,
       round_timeout_secs=2, averaged=[statistic], name="job")
-  local, _ = [new(name) for name in names]
+  with futures.ThreadPoolExecutor(1) as pool:  # It waits for a center.
+    early = pool.submit(wrapopt.read_center, servers, "job")
+    local, _ = [new(name) for name in names]
+    assert early.result().round == 0
   local.step()  # Waits for b, once.
   center = wrapopt.read_center(servers, "job")
   assert center.round == 1 and center.names == ["Variable:0", "statistic:0"]
