@@ -133,7 +133,7 @@ def _mutants():
   yield m("XLA: an exchange copies one way", "cc/xla/exchange.cc",
           "variables.Assign(b + i, variables.value(a + i))",
           "variables.Assign(b + i, variables.value(b + i))",
-          "//tests/ops:xla_test")
+          "//tests/ops:exchange_test")
   yield m("XLA: variables without a value are not refused",
           "cc/xla/move.cc",
           'OP_REQUIRES_OK(ctx, variables.Find("variables", Access::kRead, '

@@ -495,7 +495,7 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
     assert (w, steps, round_) == ([1.0 + taken, 2.0 + taken], taken, 0)
 
 
-def test_ctrl_c_ends_all_calls_at_once():
+def test_all_calls_at_once_end_with_ctrl_c():
   ended, event = [], threading.Event()
 
   def waits():
