@@ -1355,7 +1355,8 @@ def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
     servers.restart(1)
     with caplog.at_level("WARNING", "tensorflow"):
       moved = go()
-    assert "outer momentum of server" in caplog.text
+    assert (f"outer momentum of server {servers.addresses[1]} restarts in "
+            "round 1.") in caplog.text
     # b = 1.9 where the velocity was kept, and 1 where it was lost.
     np.testing.assert_allclose(moved, [-1.897] * 2 + [-1.33] * 2, rtol=1e-6)
     local.close()  # It would wait for servers that are gone.
