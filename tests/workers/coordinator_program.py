@@ -675,7 +675,7 @@ def embeddings(strategy, coordinator):
 
 
 def averages(strategy, coordinator):
-  """Of steps that wait for each other, and of steps that do not."""
+  """Averages after three steps in turn, and after twenty more at once."""
   for name, wrap in {
       "Keras": lambda opt: opt,
       "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),

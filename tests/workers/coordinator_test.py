@@ -153,9 +153,9 @@ def held(graph):
     graph: A GraphDef of which TensorFlow has placed and optimized the nodes.
 
   Returns:
-    Their tasks, and what comes from workers to their servers for them or for
-    what they wait for: tensors, and ends of ops that have not come before the
-    lock.
+    The tasks of these ops, and the ops on workers that they need: those whose
+    tensors they take, and those whose end they wait for, unless the lock has
+    waited for it.
   """
   nodes = {node.name: node for node in graph.node}
   task = {name: re.search("job:(.*?)/replica:0/task:(.)", node.device).groups()
@@ -263,7 +263,7 @@ def test_averages_on_servers(name, w, average, found):
     assert back == [first] and got["in place"] == rows(average)
   ours, kept = got["devices"]
   assert len(set(ours)) == 2 and kept in ([], ours)
-  if average:  # Of steps at once, it is between the start and the end.
+  if average:  # After the steps at once, it lies behind the weight.
     assert last[0] <= last[2] <= first[2]
 
 
