@@ -1071,21 +1071,6 @@ def fails(error=OSError, *_, **__):
 
 
 @pytest.mark.by_day(0)
-def test_one_turn_serves_many_workers(servers):
-  def worker(k):
-    w = tf.Variable([0.0, 0.0, 0.0])
-    local = make(wrapopt.LocalSGD, [w], servers, f"w{k}", 6, most_pushes=1)
-    for _ in range(6):
-      w.assign_add([float(k), 1.0, 2.0])
-      local.step()
-    assert local.report.counted and len(local.report.workers) == 6
-    return w.numpy()
-
-  for got in run_all(*[lambda k=k: worker(k) for k in range(6)]):
-    np.testing.assert_array_equal(got, [15.0, 6.0, 12.0])
-
-
-@pytest.mark.by_day(0)
 def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
   """Otherwise the next one would wait for its end, which is the deadline's."""
   stage, enter = _server.Server.stage, _server.Server.enter
