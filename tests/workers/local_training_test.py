@@ -507,17 +507,21 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
 def test_all_calls_at_once_end_with_ctrl_c():
   ended, event = [], threading.Event()
 
+  def end():
+    ended.append(threading.current_thread().daemon)
+    event.set()
+
   def waits():
     try:
-      _interrupts.run(event.wait, event.set)
+      _interrupts.run(event.wait, end)
     finally:
-      ended.append(True)
+      end()
 
   call = _interrupts.Call(lambda: _interrupts.at_once([waits, waits]))
   call.stop()  # As Ctrl-C.
   with pytest.raises(KeyboardInterrupt):
     call.result()
-  assert len(ended) == 2
+  assert ended == [True] * 4  # The program's end would not wait for them.
 
 
 def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
