@@ -505,23 +505,35 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
 
 
 def test_all_calls_at_once_end_with_ctrl_c():
-  ended, event = [], threading.Event()
+  ended = {"a": [], "b": []}
 
-  def end():
-    ended.append(threading.current_thread().daemon)
-    event.set()
+  def waits(name):
+    event = threading.Event()
+    note = lambda what: ended[name].append(
+        (what, threading.current_thread().daemon))
 
-  def waits():
+    def call():
+      event.wait()
+      time.sleep(0.2)
+      note("call")
+
+    def cancel():
+      note("cancel")
+      event.set()
+
     try:
-      _interrupts.run(event.wait, end)
+      _interrupts.run(call, cancel)
     finally:
-      end()
+      note("run")
 
-  call = _interrupts.Call(lambda: _interrupts.at_once([waits, waits]))
+  call = _interrupts.Call(lambda: _interrupts.at_once(
+      [lambda: waits("a"), lambda: waits("b")]))
   call.stop()  # As Ctrl-C.
   with pytest.raises(KeyboardInterrupt):
     call.result()
-  assert ended == [True] * 4  # The program's end would not wait for them.
+  # No thread is one that the end of the program waits for.
+  assert ended == dict.fromkeys(
+      "ab", [("cancel", True), ("call", True), ("run", True)])
 
 
 def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
@@ -986,11 +998,11 @@ def test_a_graph_is_refused():
     ("int8", "float64", "None for variables of dtype float64, got 'int8' and "
      "'x:0'")])
 def test_codes_that_are_refused(dtype, of, error):
-  x = tf.Variable(tf.zeros([1], of), name="x")
-  for kwargs in {"averaged": [x]}, {}:
+  x, y = [tf.Variable(tf.zeros([1], of), name=name) for name in "xy"]
+  for variables, averaged in ([tf.Variable([0.0])], [x, y]), ([x], []):
     with pytest.raises(ValueError, match="`dtype` must be " + error):
-      make(wrapopt.DiLoCo, [tf.Variable([0.0])] if kwargs else [x],
-           ["localhost:1"], "a", 1, dtype=dtype, **kwargs)
+      make(wrapopt.DiLoCo, variables, ["localhost:1"], "a", 1, dtype=dtype,
+           averaged=averaged)
 
 
 @pytest.mark.by_day(0)
@@ -1221,7 +1233,7 @@ def test_a_port_that_no_server_can_have(port, monkeypatch, capsys):
 
 @pytest.mark.parametrize("begins", ["anew", "with its checkpoint"])
 def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
-    begins, tmp_path):
+    begins, monkeypatch, tmp_path):
   """While a worker is away that holds a later center."""
   with Servers(1) as servers:
     def new(name, **kwargs):
@@ -1242,7 +1254,10 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     servers.restart()
     second = new("b", checkpoint=path if begins != "anew" else None)
     train(*second, 1)
-    train(*first, 1)  # It gives its center of round 2.
+    # By a clock that is behind, it gives its center of round 2.
+    monkeypatch.setattr(_member, "time", types.SimpleNamespace(**{
+        **vars(time), "time_ns": lambda: 0}))
+    train(*first, 1)
     assert [x.round for _, x in (first, second)] == [3, 1]
     train(*second, 1)  # It takes that of round 3.
     assert second[1].round == 3 and second[0].numpy()[0] == 3.0
@@ -1261,7 +1276,9 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     servers.restart()
     second = new("b")
     train(*second, 1)
-    first = new("a", checkpoint=path)
+    first = new("a", checkpoint=path if begins == "anew" else None)
+    if begins != "anew":
+      tf.train.Checkpoint(local=first[1]).restore(path)
     assert first[1].round == 5
     servers.restart()
     train(*second, 5)  # On from a center that was replaced.

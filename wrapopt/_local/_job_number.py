@@ -75,8 +75,8 @@ class Job:
       self._next = -time.time_ns() if self.resumes else rounds
       if not has_taken:
         self._number = 0
-      joins = holds and (not self._number or self._number < 0 and (
-          number > 0 or number > self._number))
+      joins = holds and (
+          not self._number or self._number < 0 and number >= self._number)
       self._coming = number if joins else 0
     is_other = holds and number > 0 and number != self.number
     if holds and not leads and not self._lead_holds:
