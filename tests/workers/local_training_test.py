@@ -909,8 +909,9 @@ def test_step_in_a_function_that_xla_compiles_is_an_error(server):
     tf.function(local.step, jit_compile=True)()
 
 
-@pytest.mark.parametrize("dtype", [None, "int4"])
-def test_checkpoints(tmp_path, servers, dtype):
+@pytest.mark.parametrize("dtype, momentum", [
+    (None, 0.9), ("int4", 0.9), ("int4", 0.0)])
+def test_checkpoints(tmp_path, servers, dtype, momentum):
   def train(local, w, rounds):
     for _ in range(2 * rounds):
       w.assign_add([0.5, 0.2, 0.1, 0.03])
@@ -918,7 +919,8 @@ def test_checkpoints(tmp_path, servers, dtype):
     return w.numpy()
 
   make_diloco = lambda w, names, **kwargs: make(
-      wrapopt.DiLoCo, [w], names, "a", 1, dtype=dtype, **kwargs)
+      wrapopt.DiLoCo, [w], names, "a", 1, dtype=dtype, outer_momentum=momentum,
+      **kwargs)
   new = lambda names: make_diloco(
       tf.Variable([0.0] * 4), names, resume=True)
   w = tf.Variable([0.0] * 4)
@@ -947,7 +949,7 @@ def test_checkpoints(tmp_path, servers, dtype):
     other = wrapopt.DiLoCo(
         [tf.Variable([0.0] * 4)], [server_module.start().target
                                    for _ in servers], "b", 1, 2,
-        dtype=dtype, checkpoint=path)
+        dtype=dtype, outer_momentum=momentum, checkpoint=path)
     assert other.round == 3 and not member(other).errors
     assert member(other).read("errors")[1][0].any()
 
