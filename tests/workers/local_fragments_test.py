@@ -297,8 +297,10 @@ def test_readers_and_commands(servers, capsys, monkeypatch):
   listed = capsys.readouterr().out
   assert "job/2: round 1" in listed
   assert "    class = DiLoCo, fragment 2 of 3\n" in listed
+  make(zeros(), servers, fragments=2, name="other")
   assert server_module.drop(servers, "job")
   assert not server_module.drop(servers, "job/1")
+  assert server_module.drop(servers, "other/1")
 
 
 def test_a_worker_that_missed_rounds_does_not_wait_for_others(servers):

@@ -5,13 +5,13 @@ The centers are variables on the servers.
 
 import collections
 import dataclasses
-import secrets
 import typing
 
 import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt._loader import ops as raw
+from wrapopt._local import _job_number
 from wrapopt._v1._workers import _centers
 from wrapopt.ops import _emit
 
@@ -77,15 +77,14 @@ class Member:
     min_workers: The number of workers that end a round after its time.
     round_timeout_secs: The time that a worker waits for others in a round.
     chief_timeout_secs: The time that it then waits on while rounds are stopped.
-    process: A number that no other process has.
+    process: That of `new_process`.
   """
   name: str
   num_workers: int
   min_workers: int
   round_timeout_secs: float
   chief_timeout_secs: float
-  process: int = dataclasses.field(
-      default_factory=lambda: secrets.randbits(62) + 1)
+  process: int = dataclasses.field(default_factory=_job_number.new_process)
 
   def _handle(self, rounds, server):
     return raw.wrapopt_averaging_rounds(

@@ -6,6 +6,11 @@ import time
 import tensorflow as tf
 
 
+def new_process():
+  """A number that no other process has."""
+  return secrets.randbits(62) + 1
+
+
 class Job:
   """The job that a worker is part of, which all of its servers serve.
 
@@ -15,12 +20,12 @@ class Job:
 
   Attributes:
     resumes: Whether the worker may take the center that its name has left.
-    process: A number that no other process has.
+    process: That of `new_process`.
   """
 
   def __init__(self, resumes):
     self.resumes = resumes
-    self.process = secrets.randbits(62) + 1
+    self.process = new_process()
     # That of the center that this worker holds, and that of the servers' center
     # if this worker joins its job by taking it, or by giving a later one.
     self._number = self._coming = self._next = 0
@@ -29,7 +34,7 @@ class Job:
   def leave(self):
     """The worker comes back as another process, which resumes."""
     self.resumes = True
-    self.process = secrets.randbits(62) + 1
+    self.process = new_process()
 
   @property
   def number(self):

@@ -442,8 +442,7 @@ class Member:
     generation = max(time.time_ns() // 10**6,
                      1 + max(s.place[1] for s in states))
     place = held[0], generation
-    self._lead.replace(held[0] < max(s.place[0] for s in states),
-                       held[0] > 0 and held[1] == -1)
+    self._lead.replace(held[0] < max(s.place[0] for s in states), held[1] == -1)
     known = known.at(place)
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):

@@ -106,9 +106,9 @@ class State(typing.NamedTuple):
   workers: tuple
   values: int
   velocities: int
-  of_other_job: bool = False
-  is_anew: bool = False
-  left: tuple = ()
+  of_other_job: bool
+  is_anew: bool
+  left: tuple
 
 
 class _Pace:
