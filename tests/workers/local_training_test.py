@@ -23,6 +23,7 @@ from local_parts import (MOMENTUM, Oracle, RATE, run_all, Servers, steps_of,
 from processes import wait_until
 import wrapopt
 from wrapopt import server as server_module
+from wrapopt._local import _checkpoints
 from wrapopt._local import _exchanges
 from wrapopt._local import _interrupts
 from wrapopt._local import _layout
@@ -504,7 +505,8 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
     assert (w, steps, round_) == ([1.0 + taken, 2.0 + taken], taken, 0)
 
 
-def test_all_calls_at_once_end_with_ctrl_c():
+def test_all_calls_at_once_end_with_ctrl_c(monkeypatch):
+  monkeypatch.setattr(_interrupts, "_END_SECS", 60.0)
   ended = {"a": [], "b": []}
 
   def waits(name):
@@ -514,7 +516,7 @@ def test_all_calls_at_once_end_with_ctrl_c():
 
     def call():
       event.wait()
-      time.sleep(0.2)
+      time.sleep(0.05)
       note("call")
 
     def cancel():
@@ -934,6 +936,7 @@ def test_checkpoints(tmp_path, servers, dtype, momentum):
   train(local, w, 3)
   errors = member(local).errors
   path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
+  assert ("velocity_0" in _checkpoints.find(path, "a")) == bool(momentum)
   want = train(local, w, 2)
   # Later servers keep their center.
   tf.train.Checkpoint(local=new(servers)).restore(path).assert_consumed()
