@@ -64,6 +64,8 @@ def test_first_outer_step_goes_1_33_of_the_way_to_the_mean(server):
   # the mean is 1 below: D = 1, b = 1.9, center = -0.33 - 0.7 (1 + 1.71).
   w = tf.Variable(1.0)
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1)
+  with pytest.raises(ValueError, match="`steps` must be at least 1, got 0"):
+    local.step(steps=0)
   w.assign_sub(1.0)
   local.step()
   assert w.numpy() == pytest.approx(-0.33, abs=1e-6)
