@@ -1,5 +1,6 @@
 """Fragments of local training, and exchanges that overlap with steps."""
 
+import atexit
 import itertools
 import os
 import signal
@@ -151,6 +152,7 @@ def test_a_checkpoint_while_values_travel(saves, restores, tmp_path, servers):
   path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
   center = wrapopt.read_center(servers, "diloco")
   assert center.round == local.round == 2 * saves
+  assert ("rounds/fragment" in local.scalars()) == (saves > 1)
   assert _checkpoints.find(path, "a")["round"].tolist() == (
       2 if saves == 1 else [2, 2])
   velocities = lambda local: list(itertools.chain(*(
@@ -176,7 +178,10 @@ def test_a_checkpoint_while_values_travel(saves, restores, tmp_path, servers):
   assert_same(train(named, 7), train(again, 7))
 
 
-def test_what_ends_an_exchange(servers):
+def test_what_ends_an_exchange(servers, monkeypatch):
+  at_exit = []
+  monkeypatch.setattr(atexit, "register", at_exit.append)
+  monkeypatch.setattr(atexit, "unregister", at_exit.remove)
   local = make(zeros(), servers, overlap_steps=2, name="one")
   train(local, 6)
   local.leave()
@@ -195,6 +200,7 @@ def test_what_ends_an_exchange(servers):
   assert local.holds_center()
   local.close()
   assert local._exchanges._exchange is None
+  assert at_exit == []
   train(local, 2 + 6)  # The exchange that was closed is done again, or over.
   local.leave()
 

@@ -237,17 +237,17 @@ class Exchanges:
   def _tell(self, f, report):
     """Notes and tells what became of a round; an error if it had no values."""
     self.report = report = report._replace(fragment=f.index)
+    scalars = self.scalars()
     if self._progress:
-      print((f"fragment {f.index}, " if len(self.fragments) > 1 else "") +
+      print((f"fragment {f.index}, " if "rounds/fragment" in scalars else "") +
             f"round {report.round}: {len(report.workers)} workers "
             f"({', '.join(report.workers)}), {report.secs:.2f} s, "
             f"{report.sent / 1e6:.2f} MB sent, "
             f"{report.received / 1e6:.2f} MB received"
             + ("" if report.counted else f"; '{self._worker}' did not count")
             + (f"; not finite: {', '.join(report.not_finite)}"
-               if report.not_finite else ""),
-            file=sys.stderr, flush=True)
-    for key, value in self.scalars().items():
+               if report.not_finite else ""), file=sys.stderr)
+    for key, value in scalars.items():
       tf.summary.write(key, tf.constant(value, tf.float32), self.round,
                        _staleness.metadata("scalars"))
     if report.not_finite and not report.workers:

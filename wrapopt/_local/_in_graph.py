@@ -214,9 +214,8 @@ class Member:
 
   def are_open(self, all_rounds):
     """Whether a generation has begun in each: a bool tensor."""
-    return tf.reduce_all([
-        [True, True], *[self._states(rounds)[-1].place > [-1, 0]
-                        for rounds in all_rounds]])
+    return tf.reduce_all([True, *[
+        self._states(rounds)[-1].place[0] > -1 for rounds in all_rounds]])
 
   def begin(self, all_rounds):
     """Begins a generation: a round that is later than any that servers know."""
