@@ -74,10 +74,17 @@ def test_first_outer_step_goes_1_33_of_the_way_to_the_mean(server):
   assert w.numpy() == pytest.approx(-0.33 - 0.7 * 2.71, abs=1e-6)
 
 
-def test_all_servers_are_called_at_once(servers, monkeypatch):
+def test_calls_of_a_round(servers, monkeypatch):
+  options, enter = _server.tf1.RunOptions, _server.Server.enter
+  waits, turns = [], []
+  monkeypatch.setattr(
+      _server.tf1, "RunOptions", lambda timeout_in_ms: waits.append(
+          timeout_in_ms) or options(timeout_in_ms=timeout_in_ms))
+  monkeypatch.setattr(_server.Server, "enter", lambda self, *args: (
+      turns.append(args[-1]) or enter(self, *args)))
   w = tf.Variable(tf.zeros([9]))
   local = make(wrapopt.LocalSGD, [w], servers, "w0", 1, sync_every=1)
-  for name in "stage", "_read":
+  for name in "stage", "_read":  # At once, of all servers.
 
     def call(*args, of=getattr(_server.Server, name),
              all_here=threading.Barrier(len(servers))):
@@ -86,10 +93,35 @@ def test_all_servers_are_called_at_once(servers, monkeypatch):
 
     monkeypatch.setattr(_server.Server, name, call)
   monkeypatch.setattr(_member, "_POLL_SECS", None)  # It looks for nothing.
+  waits.clear()
   w.assign_add(tf.ones([9]))
   local.step()
   assert local.report.counted
   np.testing.assert_array_equal(w, np.ones(9))
+  assert len(waits) == 8 * len(servers) + (len(servers) > 1)
+  # Calls that wait for others have 5 seconds more, to answer.
+  assert min(waits) == 5000 and 20_000 < max(waits) <= 25_000
+  # To restore a center, and to send values.
+  assert turns[0] == 5.0 and 5.0 < turns[1] <= 20.0
+
+
+def test_a_worker_waits_for_another_one_that_has_a_later_center():
+  with Servers() as servers:
+    local, late = (make(
+        wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers.addresses, name, 2,
+        sync_every=1, min_workers=1, grace_secs=0) for name in "ab")
+    for _ in range(2):
+      local.step()
+    servers.restart(1)
+    with futures.ThreadPoolExecutor(1) as pool:
+      waits = pool.submit(late.step)
+      time.sleep(1)
+      local.step()
+      waits.result()
+    assert local.round == 3 and local.report.counted
+    assert late.round > 1 and not late.report.counted
+    for each in local, late:
+      each.close()  # It would wait for servers that are gone.
 
 
 def test_states_of_servers_are_those_of_one_time(monkeypatch):
