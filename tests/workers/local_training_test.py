@@ -2,6 +2,7 @@
 
 import collections
 from concurrent import futures
+import http.server
 import math
 import os
 import re
@@ -459,6 +460,7 @@ def test_a_worker_without_values_does_not_begin_the_grace(server):
   for local in bad, good:
     assert local.report.workers == ("good",)
     assert local.report.not_finite == ("bad",)
+    assert local.scalars()["rounds/not_finite/bad"] == 1
   assert v.numpy() == w.numpy() == [3]
 
 
@@ -773,8 +775,10 @@ def test_a_server_of_another_job(begun):
   first = new("a", [a, b], 1.0)
   for _ in range(begun):
     first.step()
-  for servers in [c, b], [a, d]:  # As if a or b had lost its part.
-    with pytest.raises(tf.errors.DeadlineExceededError, match="lost their cen"):
+  # As if a or b had lost its part.
+  for servers, rounds in ([c, b], (-1, begun)), ([a, d], (begun, -1)):
+    with pytest.raises(tf.errors.DeadlineExceededError, match=(
+        "lost their center.* Open rounds: .*: {}, .*: {}$".format(*rounds))):
       new("b", servers, 2.0)
   first.step()
   assert first.round == begun + 1
@@ -1115,6 +1119,7 @@ def test_a_worker_that_has_missed_the_center_takes_it(
     with pytest.raises(Exception, match="no one reads"):
       step()
   assert local.round == 1 and w.numpy() == -1.0
+  assert not local.holds_center()
   w.assign_sub(1.0)
   step()  # Its values did not start from the center of round 1.
   assert local.round == 1 and w.numpy() == pytest.approx(-1.33)
@@ -1239,19 +1244,25 @@ def test_a_worker_waits_for_a_server_that_starts_later():
     timer.join()
 
 
-def test_an_error_tells_what_is_at_the_addresses(monkeypatch):
+def test_an_error_tells_what_is_at_the_addresses(monkeypatch, server):
   begin, waits = _server.open_session, []
   monkeypatch.setattr(_server, "open_session",
                       lambda *args: waits.append(args[2]) or begin(*args))
-  with Servers() as servers:
-    stopped, gone = servers.addresses
+  with Servers() as servers, http.server.HTTPServer(
+      ("localhost", 0), http.server.BaseHTTPRequestHandler) as web:
+    threading.Thread(target=web.serve_forever, daemon=True).start()
     servers[0].stop()
     servers[1].kill()
+    addresses = [*servers.addresses, f"localhost:{web.server_port}",
+                 server.target]
     with pytest.raises(tf.errors.DeadlineExceededError) as raised:
-      make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers.addresses, "a",
-           1, round_timeout_secs=1)
-  assert f"{stopped} does not answer" in str(raised.value)
-  assert f"{gone} refused the connection" in str(raised.value)
+      make(wrapopt.LocalSGD, [tf.Variable(tf.zeros([4]))], addresses, "a", 1,
+           round_timeout_secs=1)
+    web.shutdown()
+  for address, what in zip(addresses, (
+      "does not answer", "refused the connection", "is another program than a",
+      "answers")):
+    assert f"{address} {what}" in str(raised.value)
   assert "Start the servers that are missing" in str(raised.value)
   assert {*waits} == {_server._LEAST_SESSION_SECS}  # The deadline is nearer.
 
