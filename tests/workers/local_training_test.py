@@ -111,8 +111,8 @@ def test_a_worker_waits_for_another_one_that_has_a_later_center():
     local, late = (make(
         wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers.addresses, name, 2,
         sync_every=1, min_workers=1, grace_secs=0) for name in "ab")
-    for _ in range(2):
-      local.step()
+    local.step()
+    local.step()
     servers.restart(1)
     with futures.ThreadPoolExecutor(1) as pool:
       waits = pool.submit(late.step)
@@ -121,8 +121,7 @@ def test_a_worker_waits_for_another_one_that_has_a_later_center():
       waits.result()
     assert local.round == 3 and local.report.counted
     assert late.round > 1 and not late.report.counted
-    for each in local, late:
-      each.close()  # It would wait for servers that are gone.
+    run_all(local.close, late.close)  # They would wait for gone servers.
 
 
 def test_states_of_servers_are_those_of_one_time(monkeypatch):
@@ -228,52 +227,6 @@ def test_steps_before_a_center_was_taken_are_forgotten(restores, tmp_path):
 def test_numbers_are_finite_whose_sum_is_not(values, is_finite):
   w = tf.Variable(0.0)
   assert (_exchanges.not_finite([w], [values]) is None) == is_finite
-
-
-@pytest.mark.by_day(0)
-@pytest.mark.parametrize("rule", ["DiLoCo", "LocalSGD"])
-def test_twenty_rounds_of_workers_of_different_weights(servers, rule):
-  rates = (RATE, MOMENTUM) if rule == "DiLoCo" else (1.0, 0.0)
-  rounds, steps = 20, [1, 2, 4]  # Steps in a round, of each worker.
-  shapes = [(3, 5), (), (7,)]
-  initial = [grad(9, i, shape) for i, shape in enumerate(shapes)]
-
-  def worker(k):
-    variables = [tf.Variable(x) for x in initial]
-    local = make(getattr(wrapopt, rule), variables, servers, f"w{k}", 3,
-                 sync_every=steps[k])
-
-    def step(delta):
-      for v, d in zip(variables, delta):
-        v.assign_add(d)
-      local.step()
-
-    seen = []
-    for r in range(rounds):
-      for i in range(steps[k]):
-        step([tf.constant(grad(k, 100 * r + i, s)) for s in shapes])
-      assert local.round == r + 1 and local.report.counted
-      assert type(local.round) is int  # For JSON.
-      seen.append([v.numpy() for v in variables])
-    return seen
-
-  seen = run_all(*[lambda k=k: worker(k) for k in range(3)])
-  for i, shape in enumerate(shapes):
-    oracle = Oracle(initial[i], *rates)
-    for r in range(rounds):
-      values = [oracle.center + sum(
-          np.float64(grad(k, 100 * r + j, shape)) for j in range(steps[k]))
-                for k in range(3)]
-      want = oracle.end_round(values, steps)
-      for k in range(3):
-        # Float32 rounds a number some ten times in a round.
-        np.testing.assert_allclose(
-            seen[k][r][i], want, rtol=0, atol=3e-6 * (r + 1) *
-            (1 + np.abs(want).max()))
-      assert seen[0][r][i].tobytes() == seen[1][r][i].tobytes()
-  if rule == "DiLoCo":
-    # The test can tell the sign and Nesterov's term from their opposites.
-    assert abs(oracle.center - initial[-1]).max() > 0.1
 
 
 @pytest.mark.by_day(0)
@@ -401,7 +354,7 @@ def test_a_server_that_is_restarted_is_told_who_has_left(lost):
     local.close()  # It would wait for servers that are gone.
 
 
-@pytest.mark.by_day(0)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("cls", [wrapopt.LocalSGD, wrapopt.DiLoCo])
 def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
@@ -413,14 +366,15 @@ def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
 
   def worker(k):
     w = tf.Variable(tf.zeros(shape))
-    local = make(cls, [w], servers, f"w{k}", 3, weight="equal", sync_every=1)
+    local = make(cls, [w], servers, f"w{k}", 3, sync_every=1)
     step = local.step if k == 1 else tf.function(local.step)
     reports = []
     for r in range(3):
       w.assign_add(grad(k, r, shape))
       if (k, r) == (1, 1):
         w[3].assign(bad)
-      step()
+      step(steps=k + 1)  # Its weight.
+      assert type(local.round) is int  # For JSON.
       reports.append(local.report)
     return w.numpy(), reports
 
@@ -430,9 +384,10 @@ def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
   for r in range(3):
     of = [0, 2] if r == 1 else [0, 1, 2]
     oracle.end_round([oracle.center + grad(k, r, shape) for k in of],
-                     np.ones(len(of)))
+                     [k + 1 for k in of])
   for k, (w, reports) in enumerate(got):
     np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(w, got[0][0])
     assert [r.counted for r in reports] == [True, k != 1, True]
     assert [r.workers for r in reports] == [
         ("w0", "w1", "w2"), ("w0", "w2"), ("w0", "w1", "w2")]
@@ -1338,8 +1293,7 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     train(*second, 4)  # On from a center that was replaced.
     with pytest.raises(tf.errors.InvalidArgumentError, match="got round 5: "):
       train(*first, 1)
-    for _, local in first, second:
-      local.close()  # They would wait for servers that are gone.
+    run_all(first[1].close, second[1].close)  # They would wait.
 
 
 @pytest.mark.parametrize("lost", ["one", "the lead", "all", "none"])
