@@ -163,7 +163,8 @@ def test_a_checkpoint_while_values_travel(saves, restores, tmp_path, servers):
   assert local.round == 3 * saves
   others = [server_module.start().target for _ in servers]
   again = make(zeros(), others, fragments=restores, **kwargs)
-  train(again, 2)  # Values travel.
+  train(again, 6 // restores)
+  assert again._exchanges._exchange  # Values travel.
   tf.train.Checkpoint(local=again).restore(path).assert_consumed()
   again.step()
   assert again.round == 2 * restores
