@@ -204,6 +204,7 @@ def test_what_ends_an_exchange(servers, monkeypatch):
   assert at_exit == []
   train(local, 2 + 6)  # The exchange that was closed is done again, or over.
   local.leave()
+  assert local._exchanges.fragments[0].member._lead._session is None
 
 
 def test_an_exchange_that_waits_is_closed_at_once(server):

@@ -1286,8 +1286,7 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
     second = new("b")
     train(*second, 1)
     first = new("a", checkpoint=path if begins == "anew" else None)
-    if begins != "anew":
-      tf.train.Checkpoint(local=first[1]).restore(path)
+    tf.train.Checkpoint(local=first[1]).restore(path)
     assert first[1].round == 5
     servers.restart()
     train(*second, 4)  # On from a center that was replaced.
