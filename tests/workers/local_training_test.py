@@ -352,6 +352,7 @@ def test_a_server_that_is_restarted_is_told_who_has_left(lost):
     local.step()
     assert local.round == 2 and local.report.workers == ("a",)
     local.close()  # It would wait for servers that are gone.
+    assert member(local)._lead._session is None
 
 
 @pytest.mark.by_day(1)
