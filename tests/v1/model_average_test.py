@@ -453,10 +453,15 @@ def test_the_train_op():
   with worker.build():
     v = tf1.get_variable("v", initializer=0.0)
     step = tf1.train.create_global_step()
-    train = worker.optimizer().minimize(tf.square(v), step, name="train")
+    opt = worker.optimizer()
+    train = opt.minimize(tf.square(v), step, name="train")
     assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train.op]
+    opt.get_init_op()
   assert train.op.name.endswith("train")
   assert train.dtype == tf.bool and train.shape == []
+  # Of a start: the place is read before the centers.
+  assert [op.type for op in opt._starts[0].first.control_inputs] == [
+      "Wrapopt>AveragingState"]
 
 
 @pytest.mark.by_day(1)
