@@ -165,6 +165,7 @@ def test_a_checkpoint_while_values_travel(saves, restores, tmp_path, servers):
   again = make(zeros(), others, fragments=restores, **kwargs)
   train(again, 6 // restores)
   assert again._exchanges._exchange  # Values travel.
+  assert again._exchanges.are_current([0, 5][:restores]) == (restores == 1)
   tf.train.Checkpoint(local=again).restore(path).assert_consumed()
   again.step()
   assert again.round == 2 * restores

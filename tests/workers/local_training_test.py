@@ -124,6 +124,19 @@ def test_a_worker_waits_for_another_one_that_has_a_later_center():
     run_all(local.close, late.close)  # They would wait for gone servers.
 
 
+def test_a_first_center_that_the_lead_did_not_get(monkeypatch):
+  servers = [server_module.start().target for _ in range(2)]
+  new = lambda: make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers, "a",
+                     1, round_timeout_secs=5)
+  restore = _server.Server.restore
+  with monkeypatch.context() as patch:
+    patch.setattr(_server.Server, "restore", lambda self, *args: (
+        fails() if self._leads else restore(self, *args)))
+    with pytest.raises(OSError, match="no one reads"):
+      new()
+  assert new().round == 0
+
+
 def test_states_of_servers_are_those_of_one_time(monkeypatch):
   servers = [server_module.start().target for _ in range(2)]
   local, other = (make(
