@@ -459,7 +459,7 @@ def test_the_train_op():
     opt.get_init_op()
   assert train.op.name.endswith("train")
   assert train.dtype == tf.bool and train.shape == []
-  # Of a start: the place is read before the centers.
+  # A worker that starts reads the open place before the centers.
   assert [op.type for op in opt._starts[0].first.control_inputs] == [
       "Wrapopt>AveragingState"]
 
