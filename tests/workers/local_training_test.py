@@ -376,17 +376,18 @@ def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
   Nobody waits for it: with min_workers = 3, that would end in an error.
   """
   shape = [5]
+  weight = "equal" if cls is wrapopt.LocalSGD else "steps"
 
   def worker(k):
     w = tf.Variable(tf.zeros(shape))
-    local = make(cls, [w], servers, f"w{k}", 3, sync_every=1)
+    local = make(cls, [w], servers, f"w{k}", 3, weight=weight, sync_every=1)
     step = local.step if k == 1 else tf.function(local.step)
     reports = []
     for r in range(3):
       w.assign_add(grad(k, r, shape))
       if (k, r) == (1, 1):
         w[3].assign(bad)
-      step(steps=k + 1)  # Its weight.
+      step(steps=k + 1)
       assert type(local.round) is int  # For JSON.
       reports.append(local.report)
     return w.numpy(), reports
@@ -397,7 +398,7 @@ def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
   for r in range(3):
     of = [0, 2] if r == 1 else [0, 1, 2]
     oracle.end_round([oracle.center + grad(k, r, shape) for k in of],
-                     [k + 1 for k in of])
+                     [1 if weight == "equal" else k + 1 for k in of])
   for k, (w, reports) in enumerate(got):
     np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(w, got[0][0])
