@@ -196,9 +196,14 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
       ahead = raw.wrapopt_averaging_restore(
           opt._member._handle(rounds, rounds.servers[0]), "w",
           from_generation=0, place=[42, 3], job=0)
+    is_open = opt._member.are_open([rounds])
+    opt.get_init_op()
+    [start] = opt._starts[0].first.control_inputs
+    assert start.device.endswith("CPU:7")  # That of the one that leads.
     with tf1.Session(target, graph=worker.graph) as session:
-      assert session.run(ahead)
+      assert session.run(ahead) and not session.run(is_open)
     with worker.session(target, opt) as session:
+      assert session.run(is_open)
       for n in 1, 2:
         session.run(train)
         assert session.run([centers, step]) == [[n, n], n]
@@ -327,12 +332,21 @@ def test_checked_numerics(timeout_secs, target):
     tf.debugging.disable_check_numerics()
 
 
-def test_no_clock_that_others_set_ends_a_round():
+def test_no_clock_that_others_set_ends_a_round(target):
   worker = Worker(scope="clock")
-  with worker.training():
-    types = [op.type for op in worker.graph.get_operations()]
-  assert types.count("Wrapopt>AveragingClock") == 2
-  assert "Timestamp" not in types
+  with worker.training(round_timeout_secs=30):
+    by_type = collections.defaultdict(list)
+    for op in worker.graph.get_operations():
+      by_type[op.type].append(op)
+      op._remove_all_control_inputs()
+  assert "Timestamp" not in by_type
+  # A worker that waited for its turn waits less for the others.
+  [close] = by_type["Wrapopt>AveragingClose"]
+  began, now = (op.outputs[0] for op in by_type["Wrapopt>AveragingClock"])
+  [left] = [t for t in close.inputs if t.op.type == "Maximum"]
+  with tf1.Session(target, graph=worker.graph) as session:
+    assert session.run(left, {began: 100, now: 107}) == 23
+    assert session.run(left, {began: 100, now: 140}) == 1
 
 
 def test_two_steps_of_a_worker_at_once_are_refused(target):

@@ -136,6 +136,23 @@ def test_a_first_center_that_the_lead_did_not_get(monkeypatch):
   assert new().round == 0
 
 
+def test_a_round_that_begins_again_while_a_worker_waits(monkeypatch, server):
+  wait, times = _server.Server.wait_for_close, []
+
+  def begin_again(self, place, *args):
+    times.append(place)
+    if len(times) == 1:
+      assert self.restore(place[1], (place[0], place[1] + 1))
+    return wait(self, place, *args)
+
+  monkeypatch.setattr(_server.Server, "wait_for_close", begin_again)
+  w = tf.Variable([1.0])
+  local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=1)
+  w.assign([3.0])
+  local.step()
+  assert (w.numpy(), local.round, local.report.counted) == (3, 1, True)
+
+
 def test_states_of_servers_are_those_of_one_time(monkeypatch):
   servers = [server_module.start().target for _ in range(2)]
   local, other = (make(
