@@ -207,14 +207,16 @@ def test_steps_of_functions_and_of_python_are_counted_together():
   weights, sync = [], member(local).sync
   member(local).sync = lambda vectors, weight: (
       weights.append(weight), sync(vectors, weight))[1]
-  for round_ in 1, 2:
-    for step in (*[lambda: local.step(tf.constant(2))] * 2, function,
-                 lambda: local.step(5), function, function):
-      assert local.round == round_ - 1
-      step()
-    (function if round_ == 1 else lambda: local.step(3))()
-    assert local.round == round_ and steps_of(local) == 0
+  with tf.GradientTape() as tape:
+    for round_ in 1, 2:
+      for step in (*[lambda: local.step(tf.constant(2))] * 2, function,
+                   lambda: local.step(5), function, function):
+        assert local.round == round_ - 1
+        step()
+      (function if round_ == 1 else lambda: local.step(3))()
+      assert local.round == round_ and steps_of(local) == 0
   assert weights == [2 * 2 + 4 * 3 + 5] * 2
+  assert {v.name for v in tape.watched_variables()} <= {"Variable:0"}
 
 
 @pytest.mark.by_day(1)
@@ -361,6 +363,7 @@ def test_a_worker_that_fails_has_not_left(server):
   local = new("a")
   with pytest.raises(ZeroDivisionError), new("b") as other:
     1 / 0  # pylint: disable=pointless-statement
+  assert member(other)._lead._session is None
   with pytest.raises(tf.errors.DeadlineExceededError, match=", but needs 2"):
     local.step()
   other.leave()
@@ -529,7 +532,8 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
 
 def test_all_calls_at_once_end_with_ctrl_c(monkeypatch):
   monkeypatch.setattr(_interrupts, "_END_SECS", 60.0)
-  ended = {"a": [], "b": []}
+  monkeypatch.setattr(_interrupts.Call.stop, "__defaults__", (60.0,))
+  ended, both_end = {"a": [], "b": []}, threading.Barrier(2)
 
   def waits(name):
     event = threading.Event()
@@ -542,6 +546,7 @@ def test_all_calls_at_once_end_with_ctrl_c(monkeypatch):
       note("call")
 
     def cancel():
+      both_end.wait(30)
       note("cancel")
       event.set()
 
