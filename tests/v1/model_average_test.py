@@ -223,6 +223,12 @@ def test_resource_and_ref_variables_together(kinds, target):
     opt = worker.optimizer()
     train = opt.apply_gradients([(tf.constant(-1.0), v),
                                  (tf.constant(-2.0), w)], step)
+    [mean] = [op for op in worker.graph.get_operations()
+              if op.type == "Wrapopt>AveragingMean"]
+    refs = [x.op.name.encode() for x in (*map(worker.getter.centers.get, (v, w)),
+                                         step) if ops.is_ref_variable(x)]
+    assert refs == ("_variables" in mean.node_def.attr and
+                    mean.get_attr("_variables") or [])  # For its errors.
     with worker.session(target, opt) as session:
       for n in 1, 2:
         session.run(train)
@@ -471,6 +477,7 @@ def test_the_train_op():
     train = opt.minimize(tf.square(v), step, name="train")
     assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train.op]
     opt.get_init_op()
+    assert opt._member.are_open(opt._rounds).shape == []
   assert train.op.name.endswith("train")
   assert train.dtype == tf.bool and train.shape == []
   # A worker that starts reads the open place before the centers.

@@ -21,6 +21,7 @@ from wrapopt import server as server_module
 from wrapopt._local import _checkpoints
 from wrapopt._local import _fragments
 from wrapopt._local import _member
+from wrapopt._local import _server
 from wrapopt._local import _settings
 
 # Variables of 3, 4, 1 and 6 numbers, in fragments [3], [4, 1] and [6].
@@ -208,14 +209,20 @@ def test_what_ends_an_exchange(servers, monkeypatch):
   assert local._exchanges.fragments[0].member._lead._session is None
 
 
-def test_an_exchange_that_waits_is_closed_at_once(server):
+def test_an_exchange_that_waits_is_closed_at_once(server, monkeypatch):
   local = make(zeros(), [server.target], "a", 2, overlap_steps=2,
                round_timeout_secs=600)
   train(local, 6)
   call = local._exchanges._exchange.call
+  [fragment] = local._exchanges.fragments
+  lead = fragment.member._lead
+  session = lead._session
   local.close()
   with pytest.raises(KeyboardInterrupt):
     call.result()
+  assert session._closed
+  monkeypatch.setattr(lead, "_run", None)
+  lead.release()  # Asks nothing of a server that may have stopped.
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
@@ -294,7 +301,13 @@ def test_readers_and_commands(servers, capsys, monkeypatch):
   assert local.report.round == 1 and local.round == 3
   # Of 6 numbers, the second server has the half.
   assert local.report.sent == 6 * 4
+  begin, sessions = _server.open_session, []
+  monkeypatch.setattr(_server, "open_session", lambda *args: (
+      sessions.append(begin(*args)) or sessions[-1]))
   center = wrapopt.read_center(servers, "job")
+  assert all(session._closed for session in sessions)
+  with pytest.raises(ValueError, match="must be a list of addresses"):
+    wrapopt.read_center(servers[0], "job")
   assert center.round == 3 and center.names[3] == "statistic:0"
   # Steps since the rounds of the fragments.
   for got, v, since in zip(center.values, local.variables, (4, 2, 2, 0)):

@@ -133,11 +133,15 @@ def test_a_first_center_that_the_lead_did_not_get(monkeypatch):
         fails() if self._leads else restore(self, *args)))
     with pytest.raises(OSError, match="no one reads"):
       new()
+  with pytest.raises(tf.errors.DeadlineExceededError,
+                     match="round -1; .* of round 0$"):
+    wrapopt.read_center(servers, "local_sgd", timeout_secs=0.1)
   assert new().round == 0
 
 
 def test_a_round_that_begins_again_while_a_worker_waits(monkeypatch, server):
   wait, times = _server.Server.wait_for_close, []
+  read, reads = _server.Server.read, []
 
   def begin_again(self, place, *args):
     times.append(place)
@@ -148,9 +152,27 @@ def test_a_round_that_begins_again_while_a_worker_waits(monkeypatch, server):
   monkeypatch.setattr(_server.Server, "wait_for_close", begin_again)
   w = tf.Variable([1.0])
   local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=1)
+  monkeypatch.setattr(  # At first, the center is another one meanwhile.
+      _server.Server, "read", lambda *args: reads.append(args) or (
+          len(reads) > 1 and read(*args)))
   w.assign([3.0])
   local.step()
   assert (w.numpy(), local.round, local.report.counted) == (3, 1, True)
+
+
+@pytest.mark.parametrize("call", ["follow", "stage"])
+def test_a_server_that_refuses_values_is_asked_again(call, monkeypatch):
+  servers = [server_module.start().target for _ in range(2)]
+  w = tf.Variable([1.0, 2.0])
+  local = make(wrapopt.LocalSGD, [w], servers, "a", 1, sync_every=1,
+               round_timeout_secs=5)
+  of, asked = getattr(_server.Server, call), []
+  monkeypatch.setattr(_server.Server, call, lambda *args: (
+      asked.append(args) or len(asked) > 1 and of(*args)))
+  w.assign([3.0, 4.0])
+  local.step()
+  assert local.round == 1 and local.report.counted and len(asked) > 1
+  np.testing.assert_array_equal(w, [3.0, 4.0])
 
 
 def test_states_of_servers_are_those_of_one_time(monkeypatch):
@@ -534,21 +556,26 @@ def test_all_calls_at_once_end_with_ctrl_c(monkeypatch):
   monkeypatch.setattr(_interrupts, "_END_SECS", 60.0)
   monkeypatch.setattr(_interrupts.Call.stop, "__defaults__", (60.0,))
   ended, both_end = {"a": [], "b": []}, threading.Barrier(2)
+  later = {"a": "call", "b": "cancel"}  # What ends last.
 
   def waits(name):
     event = threading.Event()
     note = lambda what: ended[name].append(
         (what, threading.current_thread().daemon))
 
+    def end(what):
+      if what == later[name]:
+        time.sleep(0.05)
+      note(what)
+
     def call():
       event.wait()
-      time.sleep(0.05)
-      note("call")
+      end("call")
 
     def cancel():
       both_end.wait(30)
-      note("cancel")
       event.set()
+      end("cancel")
 
     try:
       _interrupts.run(call, cancel)
@@ -561,8 +588,9 @@ def test_all_calls_at_once_end_with_ctrl_c(monkeypatch):
   with pytest.raises(KeyboardInterrupt):
     call.result()
   # No thread is one that the end of the program waits for.
-  assert ended == dict.fromkeys(
-      "ab", [("cancel", True), ("call", True), ("run", True)])
+  for *both, last in ended.values():
+    assert sorted(both) == [("call", True), ("cancel", True)]
+    assert last == ("run", True)
 
 
 def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
@@ -576,8 +604,10 @@ def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
       _, end = os.pipe()
       os.set_blocking(end, False)
       signal.set_wakeup_fd(end)
+      files = os.listdir("/proc/self/fd")
       _interrupts.watch()  # That of other code stays.
-      print(_interrupts.count(), signal.set_wakeup_fd(-1) == end)
+      print(_interrupts.count(), signal.set_wakeup_fd(-1) == end and
+            os.listdir("/proc/self/fd") == files)
       _interrupts.watch()
       child = os.fork()
       if not child:
@@ -804,7 +834,7 @@ def test_a_second_job_does_not_go_on_from_the_center_of_the_first(servers):
   np.testing.assert_array_equal(w, [5.0] * 3)
   for call in local.step, local.take_center:  # Of the first run.
     with pytest.raises(tf.errors.InvalidArgumentError,
-                       match="another job of the same name"):
+                       match="round 0 of another job of the same name"):
       call()
   other.step()
   assert other.round == 1
@@ -1082,9 +1112,16 @@ def test_progress_and_scalars(tmp_path, capsys, server):
   with tf.summary.create_file_writer(str(tmp_path)).as_default():
     for _ in range(4):
       local.step()
+  w.assign([1.0, np.nan])
+  with pytest.raises(tf.errors.InvalidArgumentError, match="of round 2 has"):
+    local.step(steps=2)
   lines = capsys.readouterr().err.splitlines()
-  assert [line.split(",")[0] for line in lines if "round" in line] == [
-      "round 1: 1 workers (a)", "round 2: 1 workers (a)"]
+  sent = r", \d+\.\d\d s, 0\.00 MB sent, 0\.00 MB received"
+  for line, want in zip([line for line in lines if "round" in line], [
+      rf"round 1: 1 workers \(a\){sent}", rf"round 2: 1 workers \(a\){sent}",
+      rf"round 3: 0 workers \(\){sent}; 'a' did not count; not finite: a"],
+                        strict=True):
+    assert re.fullmatch(want, line), line
   seen = collections.defaultdict(list)
   [path] = map(str, tmp_path.iterdir())
   for event in tf.compat.v1.train.summary_iterator(path):
