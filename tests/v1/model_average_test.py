@@ -258,7 +258,7 @@ class Places(tf1.train.SessionRunHook):
 def test_rounds_stop_while_the_chief_writes_the_centers(own_saver, target,
                                                         tmp_path):
   """Other workers could end a round, which would write to some of them."""
-  generation = 0
+  generation = (time.time() - 3600) * 1e3  # The clock, in milliseconds.
   for n in 1, 2:  # Initialized, and then restored.
     worker = Worker(scope=f"stops_{own_saver}")
     with worker.training() as (opt, train, step, v):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -225,6 +227,23 @@ def test_an_exchange_that_waits_is_closed_at_once(server, monkeypatch):
   lead.release()  # Asks nothing of a server that may have stopped.
 
 
+def test_who_waits_for_an_exchange(server):
+  """A checkpoint does, to save or to restore, and a step; Ctrl-C forgets none.
+  """
+  local = make(zeros(), [server.target])
+  exchanges, call = local._exchanges, mock.Mock(stop=None)
+  exchanges._exchange = types.SimpleNamespace(call=call)
+  local._serialize_to_tensors()
+  assert call.wait.call_count == 1
+  exchanges.restore([])
+  assert call.wait.call_count == 2 and exchanges._exchange is None
+  exchanges._exchange = types.SimpleNamespace(call=call)
+  call.wait.side_effect = KeyboardInterrupt
+  with pytest.raises(KeyboardInterrupt):
+    exchanges._conclude()
+  assert exchanges._exchange
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
 def test_an_error_of_an_exchange_is_raised_at_its_end(traced, server):
   """What the server has of it counts in the next one."""
@@ -290,7 +309,7 @@ def test_a_program_ends_while_values_travel():
 
 def test_readers_and_commands(servers, capsys, monkeypatch):
   variables = zeros()[:3]
-  statistic = tf.Variable([5.0] * 6, name="statistic")
+  statistic = tf.Variable([5.0] * 6, name="a = b")
   local = make(variables, servers, fragments=3, averaged=[statistic],
                progress=True, name="job")
   train(local, 6)
@@ -308,7 +327,7 @@ def test_readers_and_commands(servers, capsys, monkeypatch):
   assert all(session._closed for session in sessions)
   with pytest.raises(ValueError, match="must be a list of addresses"):
     wrapopt.read_center(servers[0], "job")
-  assert center.round == 3 and center.names[3] == "statistic:0"
+  assert center.round == 3 and center.names[3] == "a = b:0"
   # Steps since the rounds of the fragments.
   for got, v, since in zip(center.values, local.variables, (4, 2, 2, 0)):
     np.testing.assert_allclose(got, v.numpy() - since, rtol=1e-6)

@@ -26,6 +26,7 @@ from wrapopt import server as server_module
 from wrapopt._local import _checkpoints
 from wrapopt._local import _exchanges
 from wrapopt._local import _interrupts
+from wrapopt._local import _job_number
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -169,9 +170,13 @@ def test_a_server_that_refuses_values_is_asked_again(call, monkeypatch):
   of, asked = getattr(_server.Server, call), []
   monkeypatch.setattr(_server.Server, call, lambda *args: (
       asked.append(args) or len(asked) > 1 and of(*args)))
+  wait, waits = _server.Server.wait_for_close, []
+  monkeypatch.setattr(_server.Server, "wait_for_close", lambda *args: (
+      waits.append(args) or wait(*args)))
   w.assign([3.0, 4.0])
   local.step()
-  assert local.round == 1 and local.report.counted and len(asked) > 1
+  assert local.round == 1 and local.report.counted
+  assert len(asked) > 1 and len(waits) == 1  # For no round without values.
   np.testing.assert_array_equal(w, [3.0, 4.0])
 
 
@@ -258,6 +263,7 @@ def test_steps_before_a_center_was_taken_are_forgotten(restores, tmp_path):
   local = make(wrapopt.LocalSGD, [w], [server_module.start().target], "a", 1,
                sync_every=3)
   checkpoint = tf.train.Checkpoint(local=local)
+  local.step(steps=3)
   path = checkpoint.save(str(tmp_path / "c"))
   w.assign_add([1.0])
   local.step()
@@ -267,9 +273,40 @@ def test_steps_before_a_center_was_taken_are_forgotten(restores, tmp_path):
   else:
     local.take_center()
   assert w.numpy() == [1.0] and steps_of(local) == 0
-  for round_ in 0, 0, 1:
+  for round_ in 1, 1, 2:
     local.step()
     assert local.round == round_
+
+
+def test_a_checkpoint_that_is_not_of_the_job(tmp_path, server):
+  def new(x, **kwargs):
+    w = tf.Variable([x])
+    return w, make(wrapopt.LocalSGD, [w], [server.target], "a", 1,
+                   sync_every=1, **kwargs)
+
+  _, other = new(5.0, name="other")
+  other.step()
+  path = tf.train.Checkpoint(local=other).save(str(tmp_path / "c"))
+  w, local = new(1.0)
+  with pytest.raises(tf.errors.InvalidArgumentError, match="another process"):
+    new(7.0, checkpoint=path)
+  # Who is refused has changed nothing.
+  assert wrapopt.read_center([server.target], "local_sgd").values == [1.0]
+  local.step()
+  tf.train.Checkpoint(local=local).restore(path)  # Of the same round.
+  local.step()
+  assert w.numpy() == [5.0] and local.round == 1
+
+
+def test_an_older_center_keeps_the_number_of_its_job():
+  job = _job_number.Job(True)
+  for number in -5, 9:  # The job that this worker is in, and a newer one.
+    job.look(True, True, 0, number, number > 0)
+    if number < 0:
+      job.take()
+  assert job.number == 9  # It would join that.
+  job.replace(True, False)
+  assert job.number == -5
 
 
 @pytest.mark.parametrize("values, is_finite", [
@@ -643,6 +680,13 @@ def test_what_a_server_lacks_is_told_rather_than_a_lost_one(
   with pytest.raises(tf.errors.DeadlineExceededError, match="values of 'b'"):
     member(local)._until_deadline(attempt)
   assert len(errors) < 99  # Another one came after it.
+
+
+def test_a_last_attempt_begins_after_the_deadline(server):
+  local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], [server.target], "a", 1,
+               round_timeout_secs=0.1)
+  attempts = iter([lambda: time.sleep(0.2), lambda: "done"])
+  assert member(local)._until_deadline(lambda: next(attempts)()) == "done"
 
 
 def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch, server):
@@ -1291,7 +1335,8 @@ def test_an_error_tells_what_is_at_the_addresses(monkeypatch, server):
       "does not answer", "refused the connection", "is another program than a",
       "answers")):
     assert f"{address} {what}" in str(raised.value)
-  assert "Start the servers that are missing" in str(raised.value)
+  for text in "Start the servers that are missing", ". Last error: ":
+    assert text in str(raised.value)
   assert {*waits} == {_server._LEAST_SESSION_SECS}  # The deadline is nearer.
 
 
@@ -1369,7 +1414,8 @@ def test_a_job_that_has_begun_anew_does_not_overtake_in_silence(
 
 
 @pytest.mark.parametrize("lost", ["one", "the lead", "all", "none"])
-def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
+def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(
+    lost, tmp_path, caplog):
   """And maybe some servers with them."""
   with Servers() as servers:
     folder = tmp_path / "local"
@@ -1385,7 +1431,8 @@ def test_a_job_whose_workers_are_lost_begins_with_a_checkpoint(lost, tmp_path):
         local.step()
       return w.numpy()
 
-    w, local = new()  # There is no checkpoint yet.
+    w, local = new()
+    assert f"There is no checkpoint in {folder}: worker 'a'" in caplog.text
     train(w, local, 2)
     tf.train.Checkpoint(of=[local]).save(str(folder / "c"))
     want = train(w, local, 1)

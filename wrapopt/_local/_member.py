@@ -52,6 +52,11 @@ class Report(typing.NamedTuple):
   fragment: int = 0
 
 
+def _is_same(a, b):
+  """Whether two centers are the same."""
+  return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a, b))
+
+
 class Member:
   """One worker.
 
@@ -223,11 +228,8 @@ class Member:
       if not self._pull(place):
         return False
       (round_, _), center = held
-      is_same = place[0] == round_ and all(
-          np.array_equal(a, b, equal_nan=True)
-          for a, b in zip(center, self.center))
       # After a restart of a server, the round may begin again.
-      return not is_same
+      return place[0] != round_ or not _is_same(center, self.center)
     arrays = self._encode(vectors)
     # A turn is long enough to send values, also after the deadline.
     known = self._lead.enter(
@@ -381,7 +383,8 @@ class Member:
             "Restart this worker to take that center; or end the others, drop "
             "the job and restore a checkpoint."))
       if all(s.values and s.place == lead.place for s in states) and (
-          self.place is None or self.place[0] <= latest):
+          self.place is None or self.place[0] <= latest
+      ) and not self._replaces(lead.place):
         return lead.place
       round_, generation = lead.place
       now = time.monotonic()
@@ -414,6 +417,13 @@ class Member:
                 f"{server.address}: {s.place[0]}"
                 for server, s in zip(self._servers, states))))
       time.sleep(_POLL_SECS)
+
+  def _replaces(self, place):
+    """Whether this worker restores a checkpoint of the servers' round, and they
+    have another center."""
+    vectors = self._layout.empty()
+    return (self.place == (place[0], -1) and self._read(place, vectors) and
+            not _is_same(vectors, self.center))
 
   def _restore(self, states, held, center, lost=(), velocities=()):
     """Begins a generation on all servers, with a center where it is needed.
