@@ -60,13 +60,17 @@ def grad(worker, round_, shape):
   return np.float32(np.random.default_rng([worker, round_]).normal(size=shape))
 
 
-def test_first_outer_step_goes_1_33_of_the_way_to_the_mean(server):
+def test_first_outer_step_goes_1_33_of_the_way_to_the_mean(
+    server, monkeypatch):
   # Center 1, mean 0: D = 1, b = 1, center = 1 - 0.7 (1 + 0.9) = -0.33. Then
   # the mean is 1 below: D = 1, b = 1.9, center = -0.33 - 0.7 (1 + 1.71).
   w = tf.Variable(1.0)
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1)
   with pytest.raises(ValueError, match="`steps` must be at least 1, got 0"):
     local.step(steps=0)
+  with monkeypatch.context() as patch:  # Memory as it may come.
+    patch.setattr(_layout.Layout, "empty", lambda self: [np.ones(1, "f")])
+    assert member(local).read("velocities")[1] == [np.zeros(1)]
   w.assign_sub(1.0)
   local.step()
   assert w.numpy() == pytest.approx(-0.33, abs=1e-6)
@@ -279,12 +283,11 @@ def test_steps_before_a_center_was_taken_are_forgotten(restores, tmp_path):
 
 
 def test_a_checkpoint_that_is_not_of_the_job(tmp_path, server):
-  def new(x, **kwargs):
+  def new(x, cls=wrapopt.LocalSGD, **kwargs):
     w = tf.Variable([x])
-    return w, make(wrapopt.LocalSGD, [w], [server.target], "a", 1,
-                   sync_every=1, **kwargs)
+    return w, make(cls, [w], [server.target], "a", 1, sync_every=1, **kwargs)
 
-  _, other = new(5.0, name="other")
+  _, other = new(5.0, wrapopt.DiLoCo, name="other")
   other.step()
   path = tf.train.Checkpoint(local=other).save(str(tmp_path / "c"))
   w, local = new(1.0)
@@ -296,6 +299,9 @@ def test_a_checkpoint_that_is_not_of_the_job(tmp_path, server):
   tf.train.Checkpoint(local=local).restore(path)  # Of the same round.
   local.step()
   assert w.numpy() == [5.0] and local.round == 1
+  _, third = new(1.0, name="third", checkpoint=path)
+  assert [member(x)._lead.state(True)[0].velocities for x in (third, other)] == [
+      0, 1]
 
 
 def test_an_older_center_keeps_the_number_of_its_job():
@@ -560,7 +566,9 @@ def test_a_center_that_is_not_finite_is_an_error(tmp_path, server):
   w.assign(np.nan)
   local.step()
   assert local.report.counted and np.isnan(w.numpy())
-  path = tf.train.Checkpoint(local=local).save(str(tmp_path / "x"))
+  checkpoint = tf.train.Checkpoint(local=local)
+  path = checkpoint.save(str(tmp_path / "x"))
+  checkpoint.restore(path)  # The servers have the same.
   w.assign(1.0)
   local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, name="finite")
   with pytest.raises(ValueError, match="of a checkpoint must be finite"):
