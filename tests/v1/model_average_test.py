@@ -223,12 +223,12 @@ def test_resource_and_ref_variables_together(kinds, target):
     opt = worker.optimizer()
     train = opt.apply_gradients([(tf.constant(-1.0), v),
                                  (tf.constant(-2.0), w)], step)
-    [mean] = [op for op in worker.graph.get_operations()
+    [mean] = [op.node_def for op in worker.graph.get_operations()
               if op.type == "Wrapopt>AveragingMean"]
-    refs = [x.op.name.encode() for x in (*map(worker.getter.centers.get, (v, w)),
-                                         step) if ops.is_ref_variable(x)]
-    assert refs == ("_variables" in mean.node_def.attr and
-                    mean.get_attr("_variables") or [])  # For its errors.
+    centers = worker.getter.centers
+    refs = [x.op.name.encode() for x in (centers[v], centers[w], step)
+            if ops.is_ref_variable(x)]
+    assert [*mean.attr["_variables"].list.s] == refs  # For its errors.
     with worker.session(target, opt) as session:
       for n in 1, 2:
         session.run(train)

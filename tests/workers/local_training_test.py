@@ -300,8 +300,8 @@ def test_a_checkpoint_that_is_not_of_the_job(tmp_path, server):
   local.step()
   assert w.numpy() == [5.0] and local.round == 1
   _, third = new(1.0, name="third", checkpoint=path)
-  assert [member(x)._lead.state(True)[0].velocities for x in (third, other)] == [
-      0, 1]
+  for x, velocities in (third, 0), (other, 1):
+    assert member(x)._lead.state(True)[0].velocities == velocities
 
 
 def test_an_older_center_keeps_the_number_of_its_job():
