@@ -19,7 +19,6 @@ import argparse
 from concurrent import futures
 import heapq
 import itertools
-import os
 import pathlib
 import random
 import subprocess

@@ -3,7 +3,6 @@
 import collections
 import json
 import os
-import signal
 
 import numpy as np
 
@@ -82,14 +81,6 @@ class Job:
 
   def exits(self):
     return {name: task.exitcode for name, task in self.tasks.items()}
-
-  def kill_at(self, name, point):
-    """Lets a worker die at one of `local_worker.POINTS` of its next round."""
-    with open(self.path("order"), "w", encoding="utf-8") as f:
-      f.write(point)
-    os.rename(self.path("order"), self.path(f"die_{name}"))
-    self.tasks[name].join()
-    assert self.tasks[name].exitcode == -signal.SIGKILL, (point, self.exits())
 
   def end(self):
     with open(self.path("stop"), "w", encoding="utf-8"):

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import signal
-import threading
 import time
 import typing
 
@@ -18,26 +16,6 @@ from wrapopt._local import _server
 SHAPES = (1000,), (3, 4), ()
 # Of a sample: what each of two servers has.
 PARTS = slice(3), slice(3, None)
-# The least number of calls before the first part of a worker's values: those of
-# the states of two servers, twice, and two more.
-_CALLS_BEFORE = 6
-# Calls of a round, in their order, and which of a round's calls it is:
-# "before", "after", or "in" it for a while. {point: (method, when, call)}.
-POINTS = {
-    "before its turn": ("enter", "before", 0),
-    "in its turn": ("enter", "after", 0),
-    "after the other server is told": ("follow", "after", 0),
-    "between two parts of its values": ("_run", "after", _CALLS_BEFORE + 1),
-    "between sends to servers": ("stage", "after", 0),
-    "before it arrives": ("arrive", "before", 0),
-    "after it has arrived": ("arrive", "after", 0),
-    "after all know that it has arrived": ("follow", "after", 1),
-    "while it waits": ("wait_for_close", "in", 0),
-    "before the outer step": ("step", "before", 0),
-    "between outer steps": ("step", "after", 0),
-    "after the outer step": ("step", "after", 1),
-    "between reads": ("read", "after", 0),
-}
 
 
 class Settings(typing.NamedTuple):
@@ -129,32 +107,6 @@ def run(name, job):
   """
   begun = time.monotonic()
   time.sleep(job.start_secs)
-  armed = {}  # The point at which to die, in the next round.
-
-  def arm(method):
-    call = getattr(_server.Server, method)
-
-    def armed_call(*args, **kwargs):
-      when, left = None, -1
-      if armed and armed["method"] == method:
-        when, left = armed["when"], armed["left"]
-        armed["left"] -= 1
-      if left == 0 and when == "before":
-        die()
-      if left == 0 and when == "in":
-        threading.Timer(0.05, die).start()
-      result = call(*args, **kwargs)
-      if left == 0 and when == "after":
-        die()
-      return result
-
-    setattr(_server.Server, method, armed_call)
-
-  def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-  for method in {method for method, _, _ in POINTS.values()}:
-    arm(method)
   log = os.open(os.path.join(job.folder, f"{name}.log"),
                 os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -206,13 +158,8 @@ def run(name, job):
   manager = tf.train.CheckpointManager(
       tf.train.Checkpoint(local=local), checkpoints, 2)
   note(begun=begun)
-  order, stop = (os.path.join(job.folder, f) for f in (f"die_{name}", "stop"))
+  stop = os.path.join(job.folder, "stop")
   while True:
-    if os.path.exists(order):
-      with open(order, encoding="utf-8") as f:
-        method, when, left = POINTS[f.read()]
-      os.remove(order)
-      armed.update(method=method, when=when, left=left)
     take_part()
     report = local.report
     note(counted=bool(report.counted), workers=sorted(report.workers),
