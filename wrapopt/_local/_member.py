@@ -316,6 +316,13 @@ class Member:
     follows = self._layout.travels and self.place == (place[0] - 1, place[1])
     if not self._read(place, vectors, held=self.center if follows else None):
       return False
+    if self.place == (place[0], -1) and not _is_same(vectors, self.center):
+      # A checkpoint of another center of the same round is restored.
+      states, _ = self._states()
+      if all(s.place == place for s in states):
+        self._restore(states, self.place, self.center, self._lost,
+                      self._velocities)
+      return False
     if self._sent and self._sent[0] != place:
       if self._counted and self._sent[0][1] == place[1]:
         self.errors = self._sent[1]
@@ -383,8 +390,7 @@ class Member:
             "Restart this worker to take that center; or end the others, drop "
             "the job and restore a checkpoint."))
       if all(s.values and s.place == lead.place for s in states) and (
-          self.place is None or self.place[0] <= latest
-      ) and not self._replaces(lead.place):
+          self.place is None or self.place[0] <= latest):
         return lead.place
       round_, generation = lead.place
       now = time.monotonic()
@@ -417,13 +423,6 @@ class Member:
                 f"{server.address}: {s.place[0]}"
                 for server, s in zip(self._servers, states))))
       time.sleep(_POLL_SECS)
-
-  def _replaces(self, place):
-    """Whether this worker restores a checkpoint of the servers' round, and they
-    have another center."""
-    vectors = self._layout.empty()
-    return (self.place == (place[0], -1) and self._read(place, vectors) and
-            not _is_same(vectors, self.center))
 
   def _restore(self, states, held, center, lost=(), velocities=()):
     """Begins a generation on all servers, with a center where it is needed.
