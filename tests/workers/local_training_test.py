@@ -297,6 +297,7 @@ def test_a_checkpoint_that_is_not_of_the_job(tmp_path, server):
   assert wrapopt.read_center([server.target], "local_sgd").values == [1.0]
   local.step()
   tf.train.Checkpoint(local=local).restore(path)  # Of the same round.
+  assert member(local).place[1] > 0  # That of the servers.
   local.step()
   assert w.numpy() == [5.0] and local.round == 1
   _, third = new(1.0, name="third", checkpoint=path)
