@@ -119,9 +119,9 @@ class LocalSGD(_training.LocalTraining):
       checkpoint: The path of a `tf.train.Checkpoint` that holds a `LocalSGD` or
         `DiLoCo` of the same variables; or a directory, whose latest checkpoint
         is taken if there is one. Servers that have no center, or an earlier
-        one, take its center. If some have lost their part of a later one, they
-        do after half of `round_timeout_secs`, unless a worker comes that holds
-        it.
+        one, or another one of its round, take its center. If some have lost
+        their part of a later one, they do after half of `round_timeout_secs`,
+        unless a worker comes that holds it.
 
       fragments: The number of groups of variables, each with a center and
         rounds of its own, which divides `sync_every`. Groups are contiguous,
