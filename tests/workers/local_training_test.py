@@ -293,7 +293,7 @@ def test_a_checkpoint_that_is_not_of_the_job(tmp_path, server):
   w, local = new(1.0)
   with pytest.raises(tf.errors.InvalidArgumentError, match="another process"):
     new(7.0, checkpoint=path)
-  # Who is refused has changed nothing.
+  # The refused worker has changed nothing on the server.
   assert wrapopt.read_center([server.target], "local_sgd").values == [1.0]
   local.step()
   tf.train.Checkpoint(local=local).restore(path)  # Of the same round.
